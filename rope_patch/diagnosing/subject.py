@@ -149,7 +149,8 @@ def _without_weights(full_config: Any, *, path: str, **fields: Any) -> Subject:
     is_loadable = True
     try:
         try:
-            model = empty_model(path or type(full_config).__name__, full_config)
+            name = path or type(full_config).__name__
+            model = empty_model(name, full_config, any_kind=True)
         except ValueError:  # a model that generates speech, for example
             with torch.device("meta"):
                 model, is_loadable = AutoModel.from_config(copy.deepcopy(full_config)), False

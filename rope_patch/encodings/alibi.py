@@ -19,12 +19,12 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     return torch.tensor(slopes + finer[: heads - power], dtype=torch.float64)
 
 
-def linear_slopes(slopes: torch.Tensor, factor: float) -> torch.Tensor:
+def linear_slopes(slopes: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
     """Return slopes divided by a factor: the interpolation of arXiv:2310.13017."""
     return slopes / factor
 
 
-def ntk_slopes(slopes: torch.Tensor, factor: float) -> torch.Tensor:
+def ntk_slopes(slopes: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
     """Return slopes of which the steepest stays and the flattest is divided by a factor.
 
     Those between follow the logarithm of their slope, so near distances stay and far ones shrink
@@ -32,7 +32,8 @@ def ntk_slopes(slopes: torch.Tensor, factor: float) -> torch.Tensor:
     """
     logs = slopes.log()
     spread = logs.max() - logs.min()
-    rank = (logs.max() - logs) / spread if spread > 0 else torch.ones_like(logs)
+    # One head has no spread and gets the whole factor; `where` keeps compiled graphs whole.
+    rank = torch.where(spread > 0, (logs.max() - logs) / spread.clamp(min=1e-9), 1.0)
     return slopes * factor**-rank
 
 

@@ -75,7 +75,7 @@ class Answerer:
             limit = _MAX_CACHE.get(input_device(model).type, _GPU_MAX_CACHE)
             return max(limit // (self._token_bytes * end), 1)
         takes_any_mask = model.config._attn_implementation in ("sdpa", "eager")
-        if not (takes_any_mask and self.reader.all_see_all):
+        if not (takes_any_mask and self.reader.all_see_all and self.reader.rotates):
             return 1
         return max(_MAX_PACKED_TOKENS // max(len(q.target) for q in group), 1)
 

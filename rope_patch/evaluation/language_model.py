@@ -19,7 +19,7 @@ from rope_patch.evaluation.rolling_windows import RollingLikelihood
 from rope_patch.inference import target_scores
 from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.inference.prefix_reader import PrefixReader, input_device, is_out_of_memory
-from rope_patch.patching import current
+from rope_patch.patching.active import current
 from rope_patch.tasks import settled
 from rope_patch.tasks.chat_template import TEMPLATE_ARGUMENTS
 from rope_patch.utils.errors import describe_error
@@ -129,8 +129,8 @@ class LongContextLM(RollingLikelihood, HFLM):
         text = self.model.config.get_text_config(decoder=True)
         return self._model_info | {
             "rope_patch": str(handle) if handle else None,
-            "rope_parameters": text.rope_parameters,
-            "max_position_embeddings": text.max_position_embeddings,
+            "rope_parameters": getattr(text, "rope_parameters", None),
+            "max_position_embeddings": getattr(text, "max_position_embeddings", None),
         }
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:

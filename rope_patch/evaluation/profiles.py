@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from rope_patch import tasks
+from rope_patch.evaluation.encoding_facts import model_lengths
 from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.evaluation.request import KEY_TOKENS, PERPLEXITY, SHORT, SLIDING, SPEED
 from rope_patch.extension import resolve_factor_and_length
-from rope_patch.original_config import original_config
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
-from rope_patch.rope_config import read_geometries
 from rope_patch.tasks import chat_template
 from rope_patch.tasks.samples import TooShort
 from rope_patch.utils.errors import did_you_mean
@@ -127,9 +126,7 @@ def default_lengths(
     Without a factor or length (methods that follow the length need none) up to twice of it.
     """
     config = read_config(demo.resolve_model_path(model), gguf_file=gguf_file)
-    text = original_config(config.get_text_config(decoder=True))
-    geometries = read_geometries(text, trained_length, start)
-    trained = next(iter(geometries.values())).trained_length
+    _, trained = model_lengths(model, config, trained_length, start)
     longest = 2 * trained
     if factor is not None or length is not None:
         _, longest = resolve_factor_and_length(factor, length, trained)

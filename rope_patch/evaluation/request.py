@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import tasks
+from rope_patch.evaluation.encoding_facts import require_measurable
 from rope_patch.extension import Extension
 from rope_patch.methods import registered_methods
-from rope_patch.patching import check
+from rope_patch.patching import check, check_encoding
 from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.loading import empty_model, require_dtype
 from rope_patch.pretrained.quantization import parse_quantization, require_unquantized
@@ -243,7 +244,11 @@ def check_methods(request: EvalRequest, path: str, config: Any) -> None:
         if method == BASELINE:
             continue
         model = model or empty_model(path, config)
-        check(model, request.extension(method))
+        extension = request.extension(method)
+        if plan := check_encoding(model, extension):
+            require_measurable(config, plan)
+        else:
+            check(model, extension)
     _check_options(request)
 
 
@@ -280,9 +285,8 @@ def _check_task(name: str) -> None:
 
 def _check_options(request: EvalRequest) -> None:
     patches = [method for method in request.methods if method != BASELINE]
-    fields = {
-        key for method in patches for key in registered_methods()[method].__dataclass_fields__
-    }
+    known = registered_methods()
+    fields = {key for m in patches if m in known for key in known[m].__dataclass_fields__}
     if unused := sorted(request.options.keys() - fields):
         raise ValueError(
             f"none of the methods {', '.join(request.methods)} has the option {unused[0]!r}; their "

@@ -11,18 +11,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from rope_patch.evaluation.encoding_facts import (
+    RowsGuard,
+    encoding_identity,
+    encoding_label,
+    model_lengths,
+)
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.request import BASELINE, EvalRequest
 from rope_patch.evaluation.results_schema import MethodRecord, TokenCounts
 from rope_patch.inference.answers import AnswerStore, answer_key
-from rope_patch.original_config import original_config
-from rope_patch.patching import Patch, current, patch
+from rope_patch.patching import Patch, patch
+from rope_patch.patching.active import current
+from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.patching.method_wrappers import method_origin
 from rope_patch.pretrained.device_map import placement
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.quantization import loading_arguments, parse_quantization, quantize
 from rope_patch.pretrained.saving import read_sidecar
-from rope_patch.rope_config import read_geometries
 from rope_patch.tasks import chat_template
 from rope_patch.utils import atomic_files, checksums, provenance
 from rope_patch.utils.atomic_files import NotWritten
@@ -89,12 +95,9 @@ class Session:
         self._checkpoint_dtype = getattr(config, "dtype", None)
         self.chat = chat_template.resolve(request.chat_template, tokenizer)
         self.processes = Processes()
-        self.geometries = read_geometries(
-            original_config(config.get_text_config(decoder=True)),
-            request.trained_length,
-            request.start,
+        self.geometries, self.trained_length = model_lengths(
+            path, config, request.trained_length, request.start
         )
-        self.trained_length = next(iter(self.geometries.values())).trained_length
         self.methods: dict[str, MethodRecord] = {}
         self.seconds: dict[str, float] = {}
         self._part = ""  # what `timer` times; empty outside
@@ -116,6 +119,7 @@ class Session:
             self.path, **where, gguf_file=request.gguf_file, **quantized
         )
         quantize(self.model, self.quantization)
+        RowsGuard.install(self.model)
         self.weights = provenance.fingerprint(self.model)
         self.answers = AnswerStore(
             request.folder / "cache", self.processes.rank, self.processes.size
@@ -129,7 +133,7 @@ class Session:
         if undo:
             patch(self.model, self.request.extension(method))
         handle = current(self.model)
-        label = BASELINE if handle is None else str(handle.method)
+        label = _label(handle)
         if label not in self.methods:
             self.methods[label] = _describe_method(label, handle, self.request.longest)
         try:
@@ -258,8 +262,17 @@ def _is_intact(path: Path, key: str) -> bool:
     return True
 
 
-def _rotation_identity(handle: Patch, length: int, end: int) -> Any:
+def _label(handle: Patch | EncodingPatch | None) -> str:
+    """Return the label of a patch's results."""
+    if isinstance(handle, EncodingPatch):
+        return encoding_label(handle)
+    return BASELINE if handle is None else str(handle.method)
+
+
+def _rotation_identity(handle: Patch | EncodingPatch, length: int, end: int) -> Any:
     """Return what rotates a sequence; None for the model's own rotation."""
+    if isinstance(handle, EncodingPatch):
+        return encoding_identity(handle)
     if handle.method.valid_until(max(length, 1), handle.trained_length) < end:
         changing = [handle.method.name, handle.method.options()]  # changes on the way
         if method_origin(handle.method) is None:
@@ -284,9 +297,21 @@ def _numbers_at(handle: Patch, length: int) -> dict[str, list[float]]:
     }
 
 
-def _describe_method(label: str, handle: Patch | None, longest: int) -> MethodRecord:
+def _describe_method(
+    label: str, handle: Patch | EncodingPatch | None, longest: int
+) -> MethodRecord:
     if handle is None:
         return {"label": label, "method": None}
+    if isinstance(handle, EncodingPatch):
+        return {
+            "label": label,
+            "method": handle.method,
+            "factor": handle.factor,
+            "length": handle.length,
+            "follows_length": False,
+            "options": {},
+            "rope_parameters": {},
+        }
     # Record a dynamic method's frequencies at the evaluation's longest length.
     frequencies_by_type = (
         handle.frequencies_at(longest) if handle.method.is_dynamic else handle.frequencies

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rope_patch.exporting.encoding import export_encoding
 from rope_patch.exporting.engines import ENGINES, require_engine, run_exporter
 from rope_patch.exporting.folder import write_folder
 from rope_patch.exporting.result import Export
@@ -37,6 +38,8 @@ def export(model_or_config: Any, engine: str) -> Export:
         TypeError: The argument is neither a model nor a config.
     """
     require_engine(engine)
+    if (encoding := export_encoding(model_or_config, engine)) is not None:
+        return encoding
     target = Target.from_model(model_or_config)
     target.require_no_position_map(engine)
     result = run_exporter(engine, target)

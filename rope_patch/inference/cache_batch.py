@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rope_patch.patching import Patch
+from rope_patch.patching.encodings.cache_guard import TABLE_MARK
 
 
 class ReservedLayer(DynamicLayer):
@@ -104,6 +105,8 @@ class CacheBatch:
             ]
             self.cache = DynamicCache()
             self.cache.layers.extend(self._layers)
+            # The table of positions that it was read with, where one is patched.
+            vars(self.cache).update({k: v for k, v in vars(cache).items() if k == TABLE_MARK})
             if self._handle is not None:  # the rows were read under this patch
                 places = torch.arange(tokens, device=self._layers[0].device)
                 padding = tokens - torch.tensor(self.lengths, device=places.device)[:, None]

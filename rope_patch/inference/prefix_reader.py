@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rope_patch.patching import current
+from rope_patch.patching.architecture.rotary_modules import rotation_refusal
 
 _CHUNK = 512  # tokens of a prefill chunk; whole chunks are shared
 _MIN_CHUNK = 64
@@ -41,6 +42,7 @@ class PrefixReader:
 
     Attributes:
         all_see_all: Whether every layer's attention reaches back to the first token.
+        rotates: Whether positions are told by rotation alone, so that `position_ids` say them.
         prompt_tokens: Tokens of all prompts so far.
         tokens_read: Tokens that went through the model for them.
     """
@@ -48,6 +50,7 @@ class PrefixReader:
     def __init__(self, model: Any, share: bool = True, chunk: int | None = None) -> None:
         self.model = model
         self.handle = current(model)
+        self.rotates = rotation_refusal(model) is None
         layer_classes = {type(layer) for layer in DynamicCache(config=_text_config(model)).layers}
         self.in_one_pass = not layer_classes <= {DynamicLayer, DynamicSlidingWindowLayer}
         self.all_see_all = layer_classes <= {DynamicLayer}

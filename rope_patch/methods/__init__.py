@@ -60,7 +60,10 @@ for _file in (
 
 
 def list_methods() -> dict[str, str]:
-    """Return names and one-line descriptions of all methods, in a stable order."""
+    """Return names and one-line descriptions of all methods for rotation, in a stable order.
+
+    Methods for other encodings: docs/other-encodings.md, and `rope-patch methods`.
+    """
     return {
         name: (inspect.cleandoc(cls.__doc__ or "") or name).splitlines()[0]
         for name, cls in registered_methods().items()

@@ -10,6 +10,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from rope_patch.methods.base import Method
+from rope_patch.methods.encoding_methods import ENCODING_METHODS, PAGE
 from rope_patch.utils.errors import Refused, did_you_mean
 from rope_patch.utils.plugins import PluginGroup, import_passed_on
 
@@ -119,9 +120,16 @@ def get_method(name: str) -> type[Method]:
     if not isinstance(name, str):
         raise TypeError(f"a method is given by its name, got {name!r}")
     method_class = find_method(name)
-    if method_class is None:
+    if method_class is None and name in ENCODING_METHODS:
         raise Refused(
-            f"unknown method {name!r}{did_you_mean(name, registered_methods(), 0.5)}; "
+            f"{name!r} extends {ENCODING_METHODS[name][0]}, and is no method for models that "
+            f"rotate ({PAGE}); `rope-patch methods` lists those"
+            f"{did_you_mean(name, registered_methods())}"
+        )
+    if method_class is None:
+        names = [*registered_methods(), *ENCODING_METHODS]
+        raise Refused(
+            f"unknown method {name!r}{did_you_mean(name, names, 0.5)}; "
             "rope_patch.list_methods() and `rope-patch methods` list all"
         )
     return method_class

@@ -11,11 +11,19 @@ from rope_patch.ops.dispatch import (
     triton_unavailable_reason,
     use_triton,
 )
+from rope_patch.ops.n_dimensional import (
+    axial_frequencies,
+    mixed_frequencies,
+    n_dimensional_rope,
+)
 from rope_patch.utils.deprecation import warn_renamed
 
 __all__ = [
     "KERNELS",
+    "axial_frequencies",
     "cos_sin",
+    "mixed_frequencies",
+    "n_dimensional_rope",
     "pack_frequencies",
     "qk_norm_rope",
     "rerotate_",

@@ -10,7 +10,14 @@ import torch
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies
-from rope_patch.rope_config import by_layer_type, config_rope_type, extends_scaled_frequencies
+from rope_patch.patching.architecture.probe import reference_frequencies
+from rope_patch.patching.architecture.rotary_modules import RotaryModule
+from rope_patch.rope_config import (
+    by_layer_type,
+    config_rope_type,
+    extends_scaled_frequencies,
+    read_geometries,
+)
 from rope_patch.utils.errors import Refused
 
 
@@ -32,6 +39,38 @@ def select_layer_types(
             + ("" if known else "; leave layer_types out")
         )
     return {layer_type: geometries[layer_type] for layer_type in layer_types}
+
+
+def base_geometries(
+    config: Any,
+    rotaries: Sequence[RotaryModule],
+    trained_length: int | None = None,
+    layer_types: Sequence[str] | None = None,
+    start: str = "auto",
+) -> dict[str | None, Geometry]:
+    """Return the geometry that an extension starts from, per layer type it changes.
+
+    Args:
+        config: The text config without a patch.
+        rotaries: The model's rotary modules.
+        trained_length: Tokens of pretraining, if the config is wrong about it.
+        layer_types: As in `patch`.
+        start: As in `patch`.
+
+    Raises:
+        ValueError: The config has no rotation, or an invalid one.
+    """
+    geometries = select_layer_types(
+        read_geometries(config, trained_length, start), layer_types, config
+    )
+    unpatched = [reference_frequencies(rotary, config) for rotary in rotaries]
+    known = {layer_type for frequencies in unpatched for layer_type in frequencies}
+    return {
+        layer_type: resolve_base(geometry, unpatched, config, start)
+        if layer_type in known
+        else geometry
+        for layer_type, geometry in geometries.items()
+    }
 
 
 def resolve_base(

@@ -57,7 +57,13 @@ def restore(model: nn.Module) -> list[str]:
         TypeError: Not a torch module.
     """
     handle = current(model)
-    rotaries = find_rotaries(model)
+    try:
+        rotaries = find_rotaries(model)
+    except Refused as refusal:
+        raise Refused(
+            f"{refusal}. There are no frequencies to restore: a table of positions is among the "
+            "weights, and a bias is computed at each call; load the checkpoint's weights again"
+        ) from refusal
     devices = [_device_of(model, rotary) for rotary in rotaries]
     states = [_built_state(rotary, _unpatched_config(rotary, handle)) for rotary in rotaries]
     names = {module: name for name, module in model.named_modules()}

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.pictures import distances, rotations, tables  # noqa: F401 (they register pictures)
-from rope_patch.pictures.picture import PICTURES, PictureOptions, get_picture
+from rope_patch.pictures import (  # noqa: F401 (they register pictures)
+    attention,
+    biases,
+    distances,
+    rotations,
+    tables,
+)
+from rope_patch.pictures.picture import PICTURES, PictureOptions, make_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PICTURES", "PictureOptions", "picture"]
+__all__ = ["PICTURES", "PictureOptions", "make_picture", "picture"]
 
 
 def picture(name: str, **options: Any) -> Figure:
@@ -18,7 +24,8 @@ def picture(name: str, **options: Any) -> Figure:
 
     Args:
         name: One of `rope-patch picture`, such as "clock".
-        **options: What it shows; see `PictureOptions`.
+        **options: What it shows; see `PictureOptions`. A picture takes those that
+            `rope-patch picture` lists beside it.
 
     Raises:
         ValueError: There is no such picture, it cannot show that, or matplotlib is missing.
@@ -26,4 +33,4 @@ def picture(name: str, **options: Any) -> Figure:
     """
     from rope_patch.pictures.renderer import draw
 
-    return draw(get_picture(name)(PictureOptions(**options)))
+    return draw(make_picture(name, **options))

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from rope_patch.encodings.alibi import alibi_bias, alibi_slopes, linear_slopes, ntk_slopes
+from rope_patch.encodings.alibi import alibi_bias, alibi_slopes
 from rope_patch.encodings.decay import fire_progress, kerple_log, kerple_power, sandwich
 from rope_patch.encodings.sinusoidal import dot_products, sinusoidal_table
 from rope_patch.encodings.t5_buckets import squeeze_tail, t5_bucket
-from rope_patch.pictures.picture import (
-    Curve,
-    Curves,
-    HeatMap,
-    Picture,
-    PictureOptions,
-    register_picture,
-)
+from rope_patch.pictures.panels import Curve, Curves, Picture
+from rope_patch.pictures.picture import PictureOptions, register_picture
 
 _EXACT = 16  # distances with a bucket of their own in T5's decoders
 # FIRE's initial values (arXiv:2310.04418); both are learned.
-_FIRE_RATE, _FIRE_THRESHOLD = 0.1, 512.0
+FIRE_RATE, FIRE_THRESHOLD = 0.1, 512.0
 
 
-@register_picture("decay")
+@register_picture("decay", length=128, width=64, heads=8, base=10000.0)
 def draw_decay(options: PictureOptions) -> Picture:
     """Draw dot products and biases against distance."""
     distances = torch.arange(options.length)
@@ -36,9 +30,7 @@ def draw_decay(options: PictureOptions) -> Picture:
         projected.append((angles @ weights @ angles[0]) / (options.width / 2))
     slope = alibi_slopes(options.heads)[options.heads // 2]
     first = [Curve("sinusoids, RoPE", distances, products / products[0])]
-    first += [
-        Curve(f"projection {n}", distances, y, dashed=True) for n, y in enumerate(projected, 1)
-    ]
+    first += [Curve(f"projection {n}", distances, y) for n, y in enumerate(projected, 1)]
     biases = [
         Curve("ALiBi", distances, alibi_bias(slope[None], distances)[0]),
         Curve("KERPLE, logarithmic", distances, kerple_log(distances, 1.0, 0.1)),
@@ -49,7 +41,7 @@ def draw_decay(options: PictureOptions) -> Picture:
     progress = []
     for query in (options.length - 1, 8 * options.length - 1):
         share = fire_progress(
-            torch.full_like(distances, query), query - distances, _FIRE_RATE, _FIRE_THRESHOLD
+            torch.full_like(distances, query), query - distances, FIRE_RATE, FIRE_THRESHOLD
         )
         progress.append(Curve(f"query at {query:,}", distances, share))
     return Picture(
@@ -64,41 +56,12 @@ def draw_decay(options: PictureOptions) -> Picture:
         "sinusoids that it sums. "
         "T5 learns a number for each bucket; the steps here are those of its buckets, and their "
         "heights -ln(1 + bucket) are made up. FIRE learns a network on top of the share of the "
-        f"query's own distance, so that share is drawn, with its initial c = {_FIRE_RATE:g} and "
-        f"threshold {_FIRE_THRESHOLD:g}: of later queries the same distance is a smaller share.",
+        f"query's own distance, so that share is drawn, with its initial c = {FIRE_RATE:g} and "
+        f"threshold {FIRE_THRESHOLD:g}: of later queries the same distance is a smaller share.",
     )
 
 
-@register_picture("bias")
-def draw_bias(options: PictureOptions) -> Picture:
-    """Draw ALiBi's bias matrix of a head, before and after its slopes are extended."""
-    size = min(options.length, 64)
-    positions = torch.arange(size)
-    distances = positions[:, None] - positions
-    slopes = alibi_slopes(options.heads)
-    kinds = {
-        "as trained": slopes,
-        f"linear ×{options.factor:g}": linear_slopes(slopes, options.factor),
-        f"ntk ×{options.factor:g}": ntk_slopes(slopes, options.factor),
-    }
-    panels = []
-    head = options.heads // 2
-    lowest = -float(slopes[head]) * (size - 1)
-    for name, each in kinds.items():
-        bias = alibi_bias(each, distances).masked_fill(distances < 0, torch.nan)
-        panels.append(
-            HeatMap(
-                f"{name}, head {head}", bias[head], "key (tokens)", "query (tokens)", (lowest, 0)
-            )
-        )
-    return Picture(
-        panels,
-        "Darker keys are seen less. Dividing all slopes lets every head look further, near order "
-        "included; ntk leaves the steepest head alone and divides the flattest.",
-    )
-
-
-@register_picture("buckets")
+@register_picture("buckets", trained=64, factor=4.0)
 def draw_buckets(options: PictureOptions) -> Picture:
     """Draw T5's bucket of each distance, and how longer texts are put into trained buckets."""
     target = round(options.trained * options.factor)
@@ -107,7 +70,7 @@ def draw_buckets(options: PictureOptions) -> Picture:
     squeezed = squeeze_tail(distances, trained=options.trained, length=target, exact=_EXACT)
     curves.append(Curve("far distances squeezed", distances, t5_bucket(-squeezed)))
     divided = (distances / options.factor).floor().long()
-    curves.append(Curve("all distances divided", distances, t5_bucket(-divided), dashed=True))
+    curves.append(Curve("all distances divided", distances, t5_bucket(-divided)))
     return Picture(
         [
             Curves(

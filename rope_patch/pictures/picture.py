@@ -1,126 +1,24 @@
-"""What a picture shows, as plain numbers: panels of heat maps, curves and hands."""
+"""The pictures by name, and the options that each of them takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-import torch
-
+from rope_patch.pictures.panels import Picture
 from rope_patch.utils.errors import Refused, did_you_mean
 
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Numbers as colours.
-
-    Attributes:
-        title: Above the panel.
-        values: `[rows, columns]`; NaN where nothing is.
-        x_label: Of the columns, with the unit.
-        y_label: Of the rows, with the unit.
-        limits: The numbers of the darkest and the brightest colour; the smallest and the largest
-            value unless given.
-    """
-
-    title: str
-    values: torch.Tensor
-    x_label: str
-    y_label: str
-    limits: tuple[float, float] | None = None
+_COUNTS = ("length", "trained", "width", "heads", "position")
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A line of points.
-
-    Attributes:
-        label: In the legend.
-        x: `[N]`.
-        y: `[N]`; NaN where the line breaks.
-        dashed: Whether the line is dashed, as for what is not trained.
-        marked: Whether points are marked and not joined.
-    """
-
-    label: str
-    x: torch.Tensor
-    y: torch.Tensor
-    dashed: bool = False
-    marked: bool = False
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Curves over one axis.
-
-    Attributes:
-        title: Above the panel.
-        curves: The lines.
-        x_label: With the unit.
-        y_label: With the unit.
-        y_log: Whether y is logarithmic.
-        bounds: Positions on x to mark, with their names.
-        equal: Whether a unit is as long on both axes.
-    """
-
-    title: str
-    curves: Sequence[Curve]
-    x_label: str
-    y_label: str
-    y_log: bool = False
-    bounds: dict[str, float] = field(default_factory=dict)
-    equal: bool = False
-
-
-@dataclass(frozen=True)
-class Dial:
-    """A hand on a circle.
-
-    Attributes:
-        title: Below the dial.
-        angle: Of the hand, in radians, counted from the right against the clock.
-        trained_arc: The angles that training has seen, from 0 on, in radians; at most 2 pi.
-    """
-
-    title: str
-    angle: float
-    trained_arc: float
-
-
-@dataclass(frozen=True)
-class Dials:
-    """Dials side by side."""
-
-    title: str
-    dials: Sequence[Dial]
-
-
-@dataclass(frozen=True)
-class Path:
-    """A walk in three dimensions, `[N, 3]`."""
-
-    title: str
-    points: torch.Tensor
-
-
-Panel = HeatMap | Curves | Dials | Path
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Panels with a caption that says what to see in them."""
-
-    panels: Sequence[Panel]
-    caption: str
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PictureOptions:
-    """What can be chosen; each picture uses some of it.
+    """What can be chosen; each picture takes some of it.
 
     Attributes:
         encoding: The encoding shown, where a picture shows one of several.
+        model: A live model, a folder, a name on the Hub, or "demo", whose own numbers are shown.
         method: The method that extends, where a picture shows one.
         length: Positions shown, in tokens.
         trained: Trained length in tokens.
@@ -129,10 +27,12 @@ class PictureOptions:
         base: Theta of sinusoids and rotations.
         factor: Target length / trained length.
         position: The position of the hands, in tokens.
+        given: Names of the options that the caller chose.
     """
 
-    encoding: str = "sinusoidal"
-    method: str = "yarn"
+    encoding: str | None = None
+    model: Any = None
+    method: str | None = None
     length: int = 128
     trained: int = 64
     width: int = 64
@@ -140,9 +40,10 @@ class PictureOptions:
     base: float = 10000.0
     factor: float = 4.0
     position: int = 50
+    given: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        for name in ("length", "trained", "width", "heads", "position"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise Refused(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -153,27 +54,66 @@ class PictureOptions:
         if not self.factor > 1:
             raise Refused(f"factor must be above 1, got {self.factor:g}")
 
+    def refuse(self, names: Iterable[str], reason: str) -> None:
+        """Raise if one of these options was chosen, because it would change nothing.
+
+        Args:
+            names: Options.
+            reason: Why none of them acts.
+
+        Raises:
+            ValueError: One of them was chosen.
+        """
+        for name in names:
+            if name in self.given:
+                raise Refused(f"{name} must be left out, because it would change nothing: {reason}")
+
 
 Draw = Callable[[PictureOptions], Picture]
 _F = TypeVar("_F", bound=Draw)
-PICTURES: dict[str, Draw] = {}
 
 
-def register_picture(name: str) -> Callable[[_F], _F]:
-    """Return a decorator that registers a picture, told of by its docstring's first line."""
+@dataclass(frozen=True)
+class PictureKind:
+    """A picture that can be drawn.
+
+    Attributes:
+        draw: Makes it.
+        options: The options that it takes, with its defaults.
+    """
+
+    draw: Draw
+    options: dict[str, Any]
+
+    @property
+    def about(self) -> str:
+        """Return what it shows, in a line."""
+        return (self.draw.__doc__ or "").splitlines()[0]
+
+
+PICTURES: dict[str, PictureKind] = {}
+
+
+def register_picture(name: str, **options: Any) -> Callable[[_F], _F]:
+    """Return a decorator that registers a picture, told of by its docstring's first line.
+
+    Args:
+        name: The picture's name.
+        **options: The options that it takes, with its defaults.
+    """
 
     def register(function: _F) -> _F:
-        PICTURES[name] = function
+        PICTURES[name] = PictureKind(function, options)
         return function
 
     return register
 
 
-def get_picture(name: str) -> Draw:
-    """Return the function that makes a picture.
+def get_picture(name: str) -> PictureKind:
+    """Return the picture of a name.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: There is none.
     """
     if name not in PICTURES:
         raise Refused(
@@ -181,3 +121,23 @@ def get_picture(name: str) -> Draw:
             f"{', '.join(PICTURES)}"
         )
     return PICTURES[name]
+
+
+def make_picture(name: str, **given: Any) -> Picture:
+    """Return the numbers of a picture.
+
+    Args:
+        name: One of `PICTURES`.
+        **given: Fields of `PictureOptions` that the picture takes.
+
+    Raises:
+        ValueError: There is no such picture, or it does not take such an option or value.
+        TypeError: There is no such option.
+    """
+    kind = get_picture(name)
+    options = PictureOptions(**kind.options | given, given=frozenset(given))
+    for key in given:
+        if key not in kind.options:
+            takes = ", ".join(kind.options)
+            raise Refused(f"{key} must be left out: the picture {name!r} takes {takes}")
+    return kind.draw(options)

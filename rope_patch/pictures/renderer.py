@@ -4,24 +4,71 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.pictures.picture import Curves, Dials, HeatMap, Panel, Path, Picture
+from rope_patch.pictures.panels import Curves, Dials, HeatMap, Panel, Path, Picture
 from rope_patch.utils.plot_style import PAPER, STYLE, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDTH, _HEIGHT, _CAPTION_LINE = 912, 400, 19  # CSS pixels
-_LEFT = 78  # for labels of the y axis
-_CAPTION_COLUMNS = 132
+# All lengths are in CSS pixels: at 72 dots per inch one point of matplotlib is one pixel.
+_WIDTH, _HEIGHT, _CAPTION_LINE = 912, 400, 19
+_ROW_HEIGHT = 200  # where there are several rows, without labels
+_LEFT, _RIGHT, _BAR_RIGHT = 86, 24, 84  # for labels of the y axis, and of colour bars
+_GAP = 22  # between panels that share their labels
+_TITLE, _BELOW, _NO_LABELS = 40, 52, 20
+_LEGEND_RIGHT, _LEGEND_LINE = 176, 17  # beside a single panel; below one of several
+_SLANTED = 30  # more below, for names of columns
+_CAPTION_COLUMNS = 128
 _COLOURS = ("m0", "m1", "m2", "m3", "m4", "m5", "m6", "m7")
+# Lines and marks differ in more than colour, for those who see or print none.
+_DASHES: Sequence[Any] = (
+    "-", (0, (7, 2.5)), (0, (1.2, 1.6)), (0, (7, 2, 1.2, 2)), (0, (3, 1.4)),
+    (0, (11, 2, 3, 2)), (0, (1.2, 3.5)), (0, (5, 2, 1.2, 2, 1.2, 2)),
+)  # fmt: skip
 _MARKS = ("o", "s", "^", "D")
 
 
+@dataclass(frozen=True)
+class _Cell:
+    """Where a panel lies.
+
+    Attributes:
+        box: Left, bottom, width and height, in shares of the figure.
+        x_labelled: Whether the x axis has its label.
+        y_labelled: Whether the y axis has its label.
+        alone: Whether it is the only panel.
+        tall: Its height in pixels.
+    """
+
+    box: tuple[float, float, float, float]
+    x_labelled: bool
+    y_labelled: bool
+    alone: bool
+    tall: float
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The figure's measures in pixels.
+
+    Attributes:
+        height: Of the figure.
+        row_height: Of a row of panels with their titles.
+        below: Of the caption and of what stands below the last row's axes.
+    """
+
+    height: float
+    row_height: float
+    below: float
+
+
 def draw(picture: Picture) -> Figure:
-    """Return a figure of a picture, its panels side by side and its caption below.
+    """Return a figure of a picture, its panels in rows and its caption below.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -31,64 +78,137 @@ def draw(picture: Picture) -> Figure:
     from matplotlib.figure import Figure
 
     lines = textwrap.wrap(picture.caption, _CAPTION_COLUMNS)
-    below = _CAPTION_LINE * len(lines) + 24
-    height = _HEIGHT + below
+    columns = picture.columns or len(picture.panels)
+    rows = math.ceil(len(picture.panels) / columns)
+    row_height = _ROW_HEIGHT if rows > 1 else _HEIGHT - 2 * _BELOW
+    below = _CAPTION_LINE * len(lines) + 24 + _BELOW - _NO_LABELS + _room_below(picture.panels)
+    frame = _Frame(below + rows * row_height + 12, row_height, below)
+    shared = _shared_limits(picture.panels)
     with rc_context(STYLE):
-        figure = Figure(figsize=(_WIDTH / 72, height / 72))
-        columns = len(picture.panels)
-        # Colour bars have their numbers on the right.
-        right = 60 if any(isinstance(panel, HeatMap) for panel in picture.panels) else 24
-        width = (_WIDTH - (_LEFT + right) * columns) / columns
+        figure = Figure(figsize=(_WIDTH / 72, frame.height / 72))
+        image = None
         for number, panel in enumerate(picture.panels):
-            left = _LEFT + number * (width + _LEFT + right)
-            box = (left / _WIDTH, (below + 52) / height, width / _WIDTH, (_HEIGHT - 92) / height)
-            _draw_panel(figure, box, panel)
-        figure.text(
-            24 / _WIDTH, 14 / height, "\n".join(lines), color=PAPER["ink"], va="bottom", ha="left"
-        )
+            cell = _cell(picture.panels, number, columns, frame, shared=shared is not None)
+            drawn = _draw_panel(figure, cell, panel, bar=shared is None)
+            image = drawn if drawn is not None else image
+        if shared is not None:
+            _draw_shared_bar(figure, image, frame, shared.unit)
+        place: dict[str, Any] = {"va": "bottom", "ha": "left", "color": PAPER["ink"]}
+        figure.text(24 / _WIDTH, 14 / frame.height, "\n".join(lines), **place)
     return figure
 
 
-def _draw_panel(figure: Figure, box: Any, panel: Panel) -> None:
+def _shared_limits(panels: Sequence[Panel]) -> HeatMap | None:
+    """Return a panel whose colour bar serves all, if there are many with the same numbers."""
+    maps = [panel for panel in panels if isinstance(panel, HeatMap)]
+    if len(maps) < 3 or len(maps) < len(panels):
+        return None
+    alike = {(panel.limits, panel.unit) for panel in maps}
+    return maps[0] if len(alike) == 1 and maps[0].limits is not None else None
+
+
+def _room_below(panels: Sequence[Panel]) -> int:
+    """Return the pixels that legends or names of columns take below the axes."""
+    if len(panels) > 1:
+        lines = [len(panel.curves) for panel in panels if isinstance(panel, Curves)]
+        if lines:
+            return _LEGEND_LINE * max(lines) + 6
+    return _SLANTED if any(isinstance(p, HeatMap) and p.ticks for p in panels) else 0
+
+
+def _cell(
+    panels: Sequence[Panel], number: int, columns: int, frame: _Frame, *, shared: bool
+) -> _Cell:
+    row, column = divmod(number, columns)
+    bottom = frame.height - 12 - (row + 1) * frame.row_height + _NO_LABELS
+    tall = frame.row_height - _NO_LABELS - _TITLE
+    if shared:
+        width = (_WIDTH - _LEFT - _BAR_RIGHT - _GAP * (columns - 1)) / columns
+        left = _LEFT + column * (width + _GAP)
+    else:
+        right = _BAR_RIGHT if any(isinstance(panel, HeatMap) for panel in panels) else _RIGHT
+        if len(panels) == 1 and isinstance(panels[0], Curves):
+            right = _LEGEND_RIGHT
+        width = (_WIDTH - (_LEFT + right) * columns) / columns
+        left = _LEFT + column * (width + _LEFT + right)
+    box = (left / _WIDTH, bottom / frame.height, width / _WIDTH, tall / frame.height)
+    is_last = (row + 1) * columns >= len(panels)
+    return _Cell(box, not shared or is_last, not shared or column == 0, len(panels) == 1, tall)
+
+
+def _draw_panel(figure: Figure, cell: _Cell, panel: Panel, *, bar: bool) -> Any:
+    """Draw a panel; return the image of a heat map, else None."""
     if isinstance(panel, Path):
-        _draw_path(figure.add_axes(box, projection="3d"), panel)
-        return
-    axes = figure.add_axes(box)
+        _draw_path(figure.add_axes(cell.box, projection="3d"), panel)
+        return None
+    axes = figure.add_axes(cell.box)
     axes.set_title(panel.title, loc="left", fontsize=STYLE["font.size"], color=PAPER["ink"])
     if isinstance(panel, HeatMap):
-        _draw_heat_map(figure, axes, panel)
-    elif isinstance(panel, Curves):
-        _draw_curves(axes, panel)
+        return _draw_heat_map(figure, axes, cell, panel, bar=bar)
+    if isinstance(panel, Curves):
+        _draw_curves(axes, cell, panel)
     else:
         _draw_dials(axes, panel)
+    return None
 
 
-def _draw_heat_map(figure: Figure, axes: Axes, panel: HeatMap) -> None:
-    values = panel.values
+def _draw_heat_map(figure: Figure, axes: Axes, cell: _Cell, panel: HeatMap, *, bar: bool) -> Any:
     low, high = panel.limits or (None, None)
     # The lightness of this map grows with the value, so it reads in grey and for the colour-blind.
     image = axes.imshow(
-        values.numpy(), cmap="cividis", vmin=low, vmax=high, aspect="auto", rasterized=True
-    )
+        panel.values.numpy(), cmap="cividis", vmin=low, vmax=high, aspect="auto",
+        interpolation="none",
+    )  # fmt: skip
     axes.grid(visible=False)
-    axes.set_xlabel(panel.x_label)
-    axes.set_ylabel(panel.y_label)
-    figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03).outline.set_visible(False)
+    axes.locator_params(integer=True)
+    if panel.ticks:
+        places = range(len(panel.ticks))
+        axes.set_xticks(places, panel.ticks, rotation=45, ha="right", rotation_mode="anchor")
+        axes.set_yticks(places, panel.ticks)
+    if cell.x_labelled:
+        axes.set_xlabel(panel.x_label)
+    else:
+        axes.tick_params(labelbottom=False)
+    if cell.y_labelled:
+        axes.set_ylabel(panel.y_label)
+    else:
+        axes.tick_params(labelleft=False)
+    if panel.trained is not None:
+        edge = panel.trained - 0.5
+        axes.plot(
+            [-0.5, edge, edge], [edge, edge, -0.5], color="#8e8e8e", linestyle=(0, (4, 2)), lw=1.2
+        )
+    if bar:
+        _style_bar(figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03), panel.unit)
+    return image
 
 
-def _draw_curves(axes: Axes, panel: Curves) -> None:
+def _draw_shared_bar(figure: Figure, image: Any, frame: _Frame, unit: str) -> None:
+    bottom = frame.below + _NO_LABELS
+    box = ((_WIDTH - _BAR_RIGHT + 12) / _WIDTH, bottom / frame.height, 12 / _WIDTH)
+    axes = figure.add_axes((*box, (frame.height - 12 - _TITLE - bottom) / frame.height))
+    _style_bar(figure.colorbar(image, cax=axes), unit)
+
+
+def _style_bar(colours: Any, unit: str) -> None:
+    colours.outline.set_visible(False)
+    colours.set_label(unit)
+    colours.ax.grid(visible=False)
+
+
+def _draw_curves(axes: Axes, cell: _Cell, panel: Curves) -> None:
     if panel.y_log:
         axes.set_yscale("log")
         # The usual powers of ten would need mathtext.
         axes.yaxis.set_major_formatter(lambda number, _: f"{number:,.10g}")
     if panel.equal:
-        axes.set_aspect("equal", adjustable="datalim")
+        axes.set_aspect("equal", adjustable="box", anchor="W")
     for number, curve in enumerate(panel.curves):
         style: Any = {"color": PAPER[_COLOURS[number % len(_COLOURS)]], "label": curve.label}
         if curve.marked:
             style |= {"linestyle": "none", "marker": _MARKS[number % 4], "markersize": 4}
-        elif curve.dashed:
-            style |= {"linestyle": "--"}
+        else:
+            style |= {"linestyle": _DASHES[number % len(_DASHES)]}
         axes.plot(curve.x.numpy(), curve.y.numpy(), **style)
     for name, place in panel.bounds.items():
         axes.axvline(place, color=PAPER["muted"], linestyle=":")
@@ -98,7 +218,11 @@ def _draw_curves(axes: Axes, panel: Curves) -> None:
         )  # fmt: skip
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
-    axes.legend(fontsize=10, frameon=True, framealpha=0.85, edgecolor="none")
+    if panel.y_limits is not None:
+        axes.set_ylim(*panel.y_limits)
+    # Outside, so that it hides no line.
+    corner = (1.0, 1.0) if cell.alone else (-0.02, -_BELOW / cell.tall)
+    axes.legend(loc="upper left", bbox_to_anchor=corner, fontsize=10, handlelength=3.4)
 
 
 def _draw_dials(axes: Axes, panel: Dials) -> None:
@@ -106,7 +230,7 @@ def _draw_dials(axes: Axes, panel: Dials) -> None:
 
     columns = math.ceil(len(panel.dials) / 2)
     axes.set_axis_off()
-    axes.set_aspect("equal")
+    axes.set_aspect("equal", anchor="NW")
     for number, dial in enumerate(panel.dials):
         x, y = 2.6 * (number % columns), -3.1 * (number // columns)
         arc = math.degrees(dial.trained_arc)
@@ -123,6 +247,12 @@ def _draw_path(axes: Any, panel: Path) -> None:
     points = panel.points.numpy()
     axes.set_title(panel.title, loc="left", fontsize=STYLE["font.size"], color=PAPER["ink"])
     axes.plot(*points.T, color=PAPER["m0"], linewidth=1.2, marker="o", markersize=4)
-    axes.set_box_aspect((1, 1, 1), zoom=0.9)
-    for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
+    axes.set_box_aspect((1, 1, 1), zoom=1.1)
+    axes.set_facecolor("none")
+    for axis, label in zip((axes.xaxis, axes.yaxis, axes.zaxis), panel.labels, strict=True):
         axis.set_ticklabels([])
+        axis.set_label_text(label)
+        axis.labelpad = -8
+        axis.set_pane_color((0, 0, 0, 0))
+        axis.line.set_color(PAPER["muted"])
+        axis._axinfo["grid"]["color"] = PAPER["line"]

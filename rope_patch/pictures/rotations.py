@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -10,73 +11,78 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods import build
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.methods.registry import get_method
-from rope_patch.pictures.picture import (
-    Curve,
-    Curves,
-    Dial,
-    Dials,
-    Picture,
-    PictureOptions,
-    register_picture,
-)
+from rope_patch.ops.n_dimensional import axial_frequencies, mixed_frequencies
+from rope_patch.pictures.panels import Curve, Curves, Dial, Dials, Picture
+from rope_patch.pictures.picture import PictureOptions, register_picture
+from rope_patch.pictures.subject import read_rotation
 from rope_patch.utils.errors import Refused
 
-
-def geometry_of(options: PictureOptions) -> Geometry:
-    """Return the rotation that the options describe."""
-    return Geometry(head_dim=options.width, theta=options.base, trained_length=options.trained)
+_ROTATION: dict[str, Any] = {"model": None, "trained": 64, "width": 64, "base": 10000.0}
 
 
-@register_picture("clock")
+def rotation_of(options: PictureOptions) -> tuple[str, Geometry]:
+    """Return the rotation that the options describe, or the model's, with a name for it."""
+    if options.model is None:
+        geometry = Geometry(
+            head_dim=options.width, theta=options.base, trained_length=options.trained
+        )
+        return f"base {options.base:g}", geometry
+    options.refuse(("width", "base"), "the model decides it")
+    return read_rotation(options.model, options.trained if "trained" in options.given else None)
+
+
+@register_picture("clock", **_ROTATION, position=50)
 def draw_clock(options: PictureOptions) -> Picture:
     """Draw a clock with a hand for each pair, and the angles that training has seen."""
-    inv_freq = geometry_of(options).inv_freq()
+    name, geometry = rotation_of(options)
+    inv_freq, trained = geometry.inv_freq(), geometry.trained_length
     shown = torch.linspace(0, len(inv_freq) - 1, min(8, len(inv_freq))).round().long().unique()
     dials = [
         Dial(
             f"pair {int(pair)}",
             float(options.position * inv_freq[pair]) % (2 * math.pi),
-            min(2 * math.pi, float((options.trained - 1) * inv_freq[pair])),
+            min(2 * math.pi, float((trained - 1) * inv_freq[pair])),
         )
         for pair in shown
     ]
     return Picture(
-        [Dials(f"position {options.position}, trained on {options.trained} tokens", dials)],
-        "Each pair turns like a hand of a clock, the first one fastest. Shaded are the angles that "
-        "occurred in training. Hands that never completed a turn meet new angles in longer texts.",
+        [Dials(f"{name}: position {options.position:,}, trained on {trained:,} tokens", dials)],
+        f"Some of the {len(inv_freq)} pairs. Each turns like the hand of a clock, from the right "
+        "and against the clock, the first one fastest. Shaded are the angles of training. Hands "
+        "that never completed a turn meet new angles in longer texts.",
     )
 
 
-@register_picture("wavelengths")
+@register_picture("wavelengths", **_ROTATION, factor=4.0)
 def draw_wavelengths(options: PictureOptions) -> Picture:
     """Draw how many tokens each pair takes for a turn."""
-    inv_freq = geometry_of(options).inv_freq()
+    name, geometry = rotation_of(options)
+    inv_freq, trained = geometry.inv_freq(), geometry.trained_length
     pairs = torch.arange(len(inv_freq))
     lengths = {
-        "trained length": torch.full_like(inv_freq, options.trained),
-        "target length": torch.full_like(inv_freq, options.trained * options.factor),
+        f"trained length, {trained:,}": torch.full_like(inv_freq, trained),
+        f"target length, {trained * options.factor:,.0f}": torch.full_like(
+            inv_freq, trained * options.factor
+        ),
     }
-    curves = [Curve("wavelength", pairs, 2 * math.pi / inv_freq, marked=True)]
-    curves += [Curve(name, pairs, y, dashed=True) for name, y in lengths.items()]
+    curves = [
+        Curve(
+            "wavelength", pairs, 2 * math.pi / inv_freq.where(inv_freq > 0, math.nan), marked=True
+        )
+    ]
+    curves += [Curve(label, pairs, y) for label, y in lengths.items()]
     return Picture(
-        [
-            Curves(
-                f"base {options.base:g}",
-                curves,
-                "pair",
-                "tokens for a full turn",
-                y_log=True,
-            )
-        ],
+        [Curves(name, curves, "pair", "wavelength (tokens for a full turn)", y_log=True)],
         "Pairs below the trained length completed turns in training, so all of their angles are "
         "known. Those above it did not, and they are what a longer text breaks.",
     )
 
 
-@register_picture("rotation")
+@register_picture("rotation", model=None, width=64, base=10000.0)
 def draw_rotation(options: PictureOptions) -> Picture:
     """Draw one pair of a vector, rotated by positions 0 to 7."""
-    inv_freq = geometry_of(options).inv_freq()
+    name, geometry = rotation_of(options)
+    inv_freq = geometry.inv_freq()
     pair = min(1, len(inv_freq) - 1)
     angles = torch.arange(8) * inv_freq[pair]
     curves = [
@@ -88,35 +94,35 @@ def draw_rotation(options: PictureOptions) -> Picture:
         for n, angle in enumerate(angles)
     ]
     return Picture(
-        [Curves(f"pair {pair}", curves, "first component", "second component", equal=True)],
+        [Curves(f"{name}, pair {pair}", curves, "first component", "second component", equal=True)],
         "The length of the vector stays, and each token turns it by the same angle. So the product "
         "of a query and a key depends on the difference of their positions alone.",
     )
 
 
-@register_picture("angles")
+@register_picture("angles", **_ROTATION, method="yarn", factor=4.0)
 def draw_angles(options: PictureOptions) -> Picture:
     """Draw what a method does to the largest angle of each pair."""
-    if issubclass(get_method(options.method), PositionMap):
-        raise Refused(
-            f"{options.method} stretches no angles, expected a method of frequencies, such as yarn"
-        )
-    geometry = geometry_of(options)
-    plain = geometry.inv_freq()
-    method = build(options.method, factor=options.factor)
-    scaled = method.frequencies(geometry, options.trained * options.factor).inv_freq
-    target = options.trained * options.factor
+    name = options.method or "yarn"
+    if issubclass(get_method(name), PositionMap):
+        raise Refused(f"{name} stretches no angles, expected a method of frequencies, such as yarn")
+    source, geometry = rotation_of(options)
+    plain, trained = geometry.inv_freq(), geometry.trained_length
+    target = trained * options.factor
+    method = build(name, factor=options.factor)
+    scaled = method.frequencies(geometry, target).inv_freq
     pairs = torch.arange(len(plain))
     turn = 2 * math.pi
     curves = [
-        Curve("seen in training", pairs, plain * (options.trained - 1) / turn),
-        Curve("target length, as it is", pairs, plain * (target - 1) / turn, dashed=True),
-        Curve(f"target length, {options.method}", pairs, scaled * (target - 1) / turn, marked=True),
+        Curve("seen in training", pairs, plain * (trained - 1) / turn),
+        Curve("target length, as it is", pairs, plain * (target - 1) / turn),
+        Curve(f"target length, {name}", pairs, scaled * (target - 1) / turn, marked=True),
+        Curve("one turn", pairs, torch.ones_like(plain)),
     ]
     return Picture(
         [
             Curves(
-                f"{options.trained} to {round(target)} tokens",
+                f"{source}: {trained:,} to {round(target):,} tokens",
                 curves,
                 "pair",
                 "turns at the last position",
@@ -126,4 +132,36 @@ def draw_angles(options: PictureOptions) -> Picture:
         "Above one turn every angle is known, whatever the length. Below it, a pair must not turn "
         "further than it did in training: there the method's points should lie on the line of what "
         "was seen.",
+    )
+
+
+@register_picture("grid", width=64, base=10000.0)
+def draw_grid(options: PictureOptions) -> Picture:
+    """Draw which axis of an image each pair serves, in three kinds of two-dimensional RoPE."""
+    width, base = options.width, options.base
+    if width % 4:
+        raise Refused(f"width must be a multiple of 4, two pairs for two axes, got {width}")
+    kinds = {
+        "axial, halves (Qwen2-VL)": axial_frequencies(width, 2, base),
+        "axial, in turn (Pixtral)": axial_frequencies(width, 2, base, spectrum="alternate"),
+        "mixed (RoPE-Mixed)": mixed_frequencies(
+            width, 2, base, generator=torch.Generator().manual_seed(0)
+        ),
+    }
+    panels = []
+    for title, frequencies in kinds.items():
+        # A pair of another axis does not turn: it has no point on a logarithmic axis.
+        sizes = frequencies.abs().where(frequencies != 0, math.nan)
+        pairs = torch.arange(len(sizes))
+        curves = [
+            Curve(name, pairs, sizes[:, axis], marked=True)
+            for axis, name in enumerate(("along the height", "along the width"))
+        ]
+        panels.append(Curves(title, curves, "pair", "radians per patch", y_log=True))
+    return Picture(
+        panels,
+        "Axial RoPE gives each pair one axis: it turns with the row or with the column, never with "
+        "both. Either each axis has a half of the pairs with all wavelengths, or the wavelengths "
+        "are dealt to the axes in turn. Mixed RoPE turns every pair with both axes, in directions "
+        "that are random at first and then learned.",
     )

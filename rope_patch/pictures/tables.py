@@ -3,92 +3,101 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from rope_patch.encodings.counted import digit_count, digit_table, integer_table, normalised_table
+from rope_patch.encodings.counted import digit_count, digit_table
 from rope_patch.encodings.learned import stretch_table
 from rope_patch.encodings.sinusoidal import sinusoidal_table
-from rope_patch.pictures.picture import (
-    Curve,
-    Curves,
-    HeatMap,
-    Path,
-    Picture,
-    PictureOptions,
-    register_picture,
+from rope_patch.pictures.encoding_tables import (
+    ENCODINGS,
+    encoding_name,
+    encoding_tables,
+    rope_angles,
 )
-from rope_patch.utils.errors import Refused, did_you_mean
+from rope_patch.pictures.panels import Curve, Curves, HeatMap, Path, Picture
+from rope_patch.pictures.picture import PictureOptions, register_picture
+from rope_patch.pictures.subject import learned_tables
 
 _STRETCHED_ROWS = 16  # trained rows that the picture `stretch` shows
-
-TABLES: dict[str, Callable[[PictureOptions], torch.Tensor]] = {
-    "integer": lambda o: integer_table(torch.arange(o.length), o.width),
-    "normalised": lambda o: normalised_table(torch.arange(o.length), o.width, o.length),
-    "binary": lambda o: _digits(o, 2),
-    "base4": lambda o: _digits(o, 4),
-    "sinusoidal": lambda o: sinusoidal_table(torch.arange(o.length), o.width, base=o.base),
-    "sinusoidal-halves": lambda o: sinusoidal_table(
-        torch.arange(o.length), o.width, base=o.base, layout="halves"
-    ),
+_TABLE: dict[str, Any] = {
+    "encoding": None,
+    "model": None,
+    "length": 128,
+    "width": 64,
+    "base": 10000.0,
 }
 
 
-def encoding_table(options: PictureOptions) -> torch.Tensor:
-    """Return the table of an encoding, `[length, width]`.
-
-    Raises:
-        ValueError: The encoding is unknown, or its digits are more than the components.
-    """
-    name = options.encoding
-    if name not in TABLES:
-        raise Refused(
-            f"unknown encoding {name!r}{did_you_mean(name, TABLES)}; there are {', '.join(TABLES)}"
-        )
-    return TABLES[name](options)
-
-
-def _digits(options: PictureOptions, base: int) -> torch.Tensor:
-    count = digit_count(options.length, base)
-    return digit_table(torch.arange(options.length), options.width, count=count, base=base)
-
-
-@register_picture("table")
+@register_picture("table", **_TABLE)
 def draw_table(options: PictureOptions) -> Picture:
     """Draw an encoding of absolute positions as a heat map."""
-    panel = HeatMap(
-        f"{options.encoding}, {options.length} positions",
-        encoding_table(options),
-        "component",
-        "position (tokens)",
-    )
-    return Picture(
-        [panel],
-        "Each row is what is added to the embedding of the token at that position. Rows must "
-        "differ, and for a model to reach further, rows beyond training should look like trained "
-        "ones.",
-    )
+    name = encoding_name(options)
+    if name == "rope":
+        angles = rope_angles(options)
+        panels = [
+            HeatMap(f"{wave} of RoPE's angles", values, "pair", "position (tokens)", (-1, 1), wave)
+            for wave, values in (("cosine", angles.cos()), ("sine", angles.sin()))
+        ]
+        return Picture(
+            panels,
+            "The numbers that turn each pair of a query or key at each position. They are "
+            "sinusoids, as those that the first transformers added, but they multiply: pair k of "
+            "the vector is rotated by its angle, and its length stays.",
+        )
+    panels = []
+    for title, table in encoding_tables(options).items():
+        panels.append(
+            HeatMap(
+                f"{title}, {len(table)} positions",
+                table,
+                "component",
+                "position (tokens)",
+                _inner_limits(table) if options.model is not None else None,
+            )
+        )
+    caption = f"Each row is what is added to the token at that position. {ENCODINGS[name].about}"
+    if options.model is not None:
+        caption += " Colours end at the 1st and the 99th percentile."
+    return Picture(panels, caption)
 
 
-@register_picture("waves")
+def _inner_limits(values: torch.Tensor) -> tuple[float, float]:
+    """Return the 1st and the 99th percentile, because outliers would flatten all else."""
+    low, high = values.quantile(torch.tensor([0.01, 0.99], dtype=values.dtype)).tolist()
+    return low, high
+
+
+@register_picture("waves", **_TABLE)
 def draw_waves(options: PictureOptions) -> Picture:
     """Draw single components over positions."""
-    table = encoding_table(options)
-    positions = torch.arange(options.length)
-    chosen = sorted({0, options.width // 3, options.width // 2, options.width - 2})
-    curves = [Curve(f"component {n}", positions, table[:, n]) for n in chosen]
-    return Picture(
-        [Curves(options.encoding, curves, "position (tokens)", "value")],
-        "The first components of a sinusoidal encoding change with every token, the last ones over "
-        "the whole text, as the digits of a number do.",
-    )
+    panels = []
+    for title, table in encoding_tables(options).items():
+        width = table.shape[1]
+        positions = torch.arange(len(table))
+        chosen = sorted({0, width // 3, width // 2, width - 2})
+        curves = [Curve(f"component {n}", positions, table[:, n]) for n in chosen]
+        panels.append(Curves(title, curves, "position (tokens)", "value"))
+    name = encoding_name(options)
+    see = ENCODINGS[name].about
+    if name == "learned":
+        see += (
+            " Neighbours came to be similar in training, so the lines are mostly smooth: that is "
+            "what lets a table be read between its rows."
+        )
+    elif "base" in ENCODINGS[name].options:
+        see += (
+            " The fastest pair changes with every token, the slowest hardly at all, as the digits "
+            "of a number do."
+        )
+    return Picture(panels, f"Single components over positions. {see}")
 
 
-@register_picture("digits")
+@register_picture("digits", length=32)
 def draw_digits(options: PictureOptions) -> Picture:
     """Draw binary digits beside sinusoids: the same idea, in steps and smooth."""
-    length = min(options.length, 32)
+    length = options.length
     count = digit_count(length)
     bits = digit_table(torch.arange(length), count, signed=True)
     # Wavelengths that double, as those of bits do: bit k repeats after 2 ** (k + 1) positions.
@@ -100,63 +109,112 @@ def draw_digits(options: PictureOptions) -> Picture:
             HeatMap("binary digits", bits, "digit", "position (tokens)", (-1, 1)),
             HeatMap("sines of the same periods", waves, "component", "position (tokens)", (-1, 1)),
         ],
-        "A bit alternates with a period of its own. A sine of that period alternates likewise but "
+        "Digit k has a period of 2^(k+1) positions. A sine of that period alternates likewise but "
         "changes smoothly, so that near positions have near codes.",
     )
 
 
-@register_picture("difference")
-def draw_difference(options: PictureOptions) -> Picture:
-    """Draw differences between the encodings of two positions."""
-    table = encoding_table(options)
-    components = torch.arange(options.width)
-    last = options.length - 1
-    pairs = sorted({(min(options.position, last), 0), (last, 0)})
-    curves = [
-        Curve(f"position {a} minus position {b}", components, table[a] - table[b], marked=True)
-        for a, b in pairs
-    ]
+@register_picture("bases", length=64)
+def draw_bases(options: PictureOptions) -> Picture:
+    """Draw positions written in bases 2, 4, 8 and 16."""
+    positions = torch.arange(options.length)
+    panels = []
+    for base in (2, 4, 8, 16):
+        count = digit_count(options.length, base)
+        table = digit_table(positions, count, base=base)
+        panels.append(
+            HeatMap(
+                f"base {base}", table, "digit", "position (tokens)", (0, 1), "digit / (base - 1)"
+            )
+        )
     return Picture(
-        [Curves(options.encoding, curves, "component", "difference")],
-        "Fast components differ between any two positions. Slow ones differ only where positions "
-        "are far apart: they tell far from near.",
+        panels,
+        "The same positions, the fastest digit first. A larger base needs fewer digits, each of "
+        "which takes more values and falls from the largest to 0 when it overflows. The base of "
+        "sinusoids is another kind: it sets how the wavelengths spread.",
     )
 
 
-@register_picture("walk")
+@register_picture("difference", **_TABLE, position=50)
+def draw_difference(options: PictureOptions) -> Picture:
+    """Draw differences between the encodings of two positions."""
+    panels = []
+    for title, table in encoding_tables(options).items():
+        components = torch.arange(table.shape[1])
+        last = len(table) - 1
+        pairs = sorted({(min(options.position, last), 0), (last, 0)})
+        curves = [
+            Curve(f"{a:,} minus {b}", components, table[a] - table[b], marked=True)
+            for a, b in pairs
+        ]
+        limits = None
+        if options.model is not None:
+            low, high = _inner_limits(torch.stack([curve.y for curve in curves]))
+            limits = (2 * low, 2 * high)
+        panels.append(
+            Curves(title, curves, "component", "difference of two positions", y_limits=limits)
+        )
+    about = "What tells two positions apart."
+    if "base" in ENCODINGS[encoding_name(options)].options:
+        about += (
+            " Fast components differ between any two positions, slow ones only where positions are "
+            "far apart: they tell far from near."
+        )
+    if options.model is not None:
+        about += (
+            " Every component of a learned table may take part. The axis ends at twice the 1st and "
+            "the 99th percentile, so single components may lie outside."
+        )
+    return Picture(panels, about)
+
+
+@register_picture("walk", length=32)
 def draw_walk(options: PictureOptions) -> Picture:
     """Draw positions as points of a walk in three dimensions: bits jump, sinusoids glide."""
-    positions = torch.arange(min(options.length, 32))
+    positions = torch.arange(options.length)
     bits = digit_table(positions % 8, 3)
     angles = positions[:, None] * torch.tensor([math.pi / 4, math.pi / 16])
     smooth = torch.stack([angles[:, 0].sin(), angles[:, 0].cos(), angles[:, 1].sin()], dim=1)
     return Picture(
-        [Path("three lowest bits", bits), Path("sine, cosine, slower sine", smooth)],
-        "With bits, the next position may be at the other corner of the cube. With sines and "
-        "cosines each step is as short as the one before.",
+        [
+            Path("three lowest bits", bits, ("bit 0", "bit 1", "bit 2")),
+            Path("sine, cosine, slower sine", smooth, ("sine", "cosine", "slower sine")),
+        ],
+        "Each point is a position, joined to the next one. With bits, the next position may be at "
+        "the other corner of the cube. With sines and cosines each step is as short as the one "
+        "before.",
     )
 
 
-@register_picture("stretch")
+@register_picture("stretch", model=None, trained=64, width=64, base=10000.0, factor=4.0)
 def draw_stretch(options: PictureOptions) -> Picture:
     """Draw a learned table stretched to more rows."""
-    trained = options.trained
+    if options.model is None:
+        # Stands for a learned table: smooth over positions, as trained ones are.
+        positions = torch.arange(options.trained)
+        table = sinusoidal_table(positions, options.width, base=options.base)
+        component = 2 * (options.width // 32)  # fast enough to bend between two rows
+        source = "a smooth table in the place of a learned one"
+    else:
+        options.refuse(("width", "base", "trained"), "the model's table decides it")
+        name, table = next(iter(learned_tables(options.model).items()))
+        # Not row 0: where all texts begin with one token, it is unlike the others.
+        component = int(table[1:_STRETCHED_ROWS].var(dim=0).argmax())
+        source = f"{name}, component {component}"
+    column, trained = table[:, [component]], len(table)
     rows = round(trained * options.factor)
-    # Stands for a learned table: smooth over positions, as trained ones are.
-    table = sinusoidal_table(torch.arange(trained), options.width, base=options.base)
-    component = table[:, [2 * (options.width // 32)]]  # fast enough to bend between two rows
     places = torch.arange(rows) * trained / rows
     near = places < _STRETCHED_ROWS
     curves = [
-        Curve(how, places[near], stretch_table(component, rows, how)[near, 0])
+        Curve(how, places[near], stretch_table(column, rows, how)[near, 0])
         for how in ("linear", "cubic")
     ]
-    trained_rows = torch.arange(min(trained, _STRETCHED_ROWS))
-    curves.append(Curve("trained rows", trained_rows, component[trained_rows, 0], marked=True))
+    shown = torch.arange(min(trained, _STRETCHED_ROWS))
+    curves.append(Curve("trained rows", shown, column[shown, 0], marked=True))
     return Picture(
         [
             Curves(
-                f"{trained} trained rows read as {rows}, the first of them",
+                f"{trained} trained rows read as {rows}, the first of them ({source})",
                 curves,
                 "position in the trained table (tokens)",
                 "value of a component",

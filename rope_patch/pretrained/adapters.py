@@ -19,6 +19,8 @@ from rope_patch.patching import Patch, check, current, patch
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_owner, find_rotaries
 from rope_patch.patching.mla_scale import config_mscale, filter_by_layer_type, find_mla_attentions
+from rope_patch.pretrained.encoding_adapter import require_same_encoding
+from rope_patch.pretrained.encoding_checkpoint import is_encoding_sidecar
 from rope_patch.pretrained.recorded_rotation import sidecar_frequencies
 from rope_patch.pretrained.saving import (
     ADAPTER_CONFIG,
@@ -46,6 +48,8 @@ def require_same_rotation(model: nn.Module, folder: str | os.PathLike[str]) -> E
         ValueError: The base rotates otherwise, or cannot be patched to rotate so.
     """
     sidecar = read_sidecar(folder)
+    if sidecar is not None and is_encoding_sidecar(sidecar):
+        return require_same_encoding(model, folder, sidecar, extension_from_sidecar(sidecar))
     active_patch = current(model)
     if sidecar is None:
         if active_patch is not None:

@@ -176,13 +176,14 @@ def load(
     if trained_adapter is not None and method is None:
         extension = require_same_rotation(empty, trained_adapter)
         extension = extension and replace(extension, kernels=kernels)
-    elif check_encoding(empty, extension) is None:
-        plan = check(empty, extension)
-        if method is None and patch_sidecar is not None:
-            require_recorded(plan, patch_sidecar)
+    else:
+        if check_encoding(empty, extension) is None:
+            plan = check(empty, extension)
+            if method is None and patch_sidecar is not None:
+                require_recorded(plan, patch_sidecar)
         if trained_adapter is not None:
-            patch(empty, extension)
-            require_same_rotation(empty, trained_adapter)
+            with patch(empty, extension):
+                require_same_rotation(empty, trained_adapter)
     loading = {"device_map": device_map, "dtype": dtype, "gguf_file": gguf_file, "any_kind": True}
     loading |= kwargs
     tables = {}
@@ -193,7 +194,7 @@ def load(
         model = read_model(path, config=config, **loading)
     if extension is not None:
         handle = patch(model, extension)
-        if method is None and isinstance(handle, EncodingPatch):
+        if method is None and trained_adapter is None and isinstance(handle, EncodingPatch):
             restore_tables(handle, tables)
     if adapter is None:
         return model

@@ -1,7 +1,7 @@
 """Write docs/architectures.md from the stored measurements.
 
 `python tests/architectures/architectures_page.py` measures every architecture of the installed
-transformers in less than a minute and writes the page; columns of other versions stay.
+transformers in a few minutes and writes the page; columns of other versions stay.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import transformers
 
 HERE = Path(__file__).parent
 MEASURED = HERE / "measured.json"
+ENCODINGS = HERE / "measured_encodings.json"
 PAGE = HERE.parents[1] / "docs" / "architectures.md"
 
 _HEAD = """# Architectures
 
-Every architecture of transformers that generates text was patched and undone, as a tiny random
-model. `python tests/architectures/architectures_page.py` writes this page;
-`test_architectures_page.py` beside it checks it.
+Every architecture of transformers that reads or writes text was patched and undone, as a tiny
+random model: those that generate text and rotate in the first table, encoders and all other
+encodings of positions [below](#encoders-and-other-encodings).
+`python tests/architectures/architectures_page.py` writes this page; `test_architectures_page.py`
+beside it checks it.
 
 "Patched: yes" means:
 
@@ -40,16 +43,37 @@ was refused with an error that says why, and that the model stayed as it was.
 of long texts changed, and steps with a cache gave the logits of one pass.
 """
 
+_ENCODINGS_HEAD = """## Encoders and other encodings
 
-def render(measured: dict[str, dict[str, Any]]) -> str:
+"Extended: yes" means that the model, extended to twice its length,
+
+- gave finite logits for a text of twice the length;
+- with a learned table, gave the logits of a model that was built with the longer table;
+- with a sinusoidal table, had its own rows at every other position;
+- with ALiBi or T5's buckets, gave other logits than before;
+- gave the same logits as before, bit for bit, once the patch was undone, with the same config.
+
+Where an architecture has an encoder and a decoder, the parts that were extended are named. "none"
+means that nothing but recurrence or the mask tells order, so that any length can be read.
+[Encodings that do not rotate](other-encodings.md) has the methods.
+"""
+
+
+def render(measured: dict[str, dict[str, Any]], encodings: dict[str, dict[str, Any]]) -> str:
     """Return the page's text.
 
     Args:
-        measured: Rows by architecture, by version of transformers.
+        measured: Rows of architectures that generate text, by version of transformers.
+        encodings: Rows of all encodings, by version of transformers.
     """
     versions = sorted(measured, key=_version_key, reverse=True)
     newest = measured[versions[0]]
-    rotating = [name for name, row in newest.items() if not _unrotated(row)]
+    others = encodings[max(encodings, key=_version_key)]
+    rotating = [
+        name
+        for name, row in newest.items()
+        if not _unrotated(row) and (name not in others or _rotates(others[name]))
+    ]
     patched = {v: sum(_yes(row) for row in measured[v].values()) for v in versions}
     lines = [_HEAD]
     counts = ", ".join(f"{patched[v]} with transformers {v}" for v in versions)
@@ -72,9 +96,35 @@ def render(measured: dict[str, dict[str, Any]]) -> str:
     lines += _reasons(newest, rotating, "static", "Refused")
     lines += _reasons(newest, rotating, "dynamic", "Refused for methods that follow the length")
     lines += _reasons(newest, rotating, "mapped", "Refused for position maps")
-    unrotated = ", ".join(f"`{name}`" for name, row in newest.items() if _unrotated(row))
-    lines += ["## Without a rotary embedding", "", unrotated, ""]
+    lines += _encoding_lines({n: row for n, row in others.items() if n not in rotating})
     return "\n".join(lines)
+
+
+def _encoding_lines(rows: dict[str, Any]) -> list[str]:
+    extended = sum(row["result"] == "extended" for row in rows.values())
+    lines = [_ENCODINGS_HEAD, f"Extended: {extended} of {len(rows)}.", ""]
+    heads = ["architecture", "encoding", "parts", "method", "extended"]
+    lines += [_line(heads), _line([":--"] * 4 + [":-:"])]
+    for name, row in rows.items():
+        is_none = row["encoding"] == "none"
+        result = {"extended": "yes"}.get(row["result"], "" if is_none else "no")
+        result = "–" if row["result"].startswith("not built") else result
+        cells = [f"`{name}`", row["encoding"], row["parts"], row["method"], result]
+        lines.append(_line(cells))
+    without = [name for name, row in rows.items() if row["encoding"] != "none"]
+    reasons = {n: {"result": _reason(rows[n]["result"])} for n in without}
+    return [*lines, "", *_reasons(reasons, without, "result", "Not extended")]
+
+
+def _reason(result: str) -> str:
+    """Return a result without the class and the module that it names; "" if it is extended."""
+    if result == "extended":
+        return ""
+    return re.sub(r"^refused: \w+ is not extended: | \([\w.]+\)$", "", result)
+
+
+def _rotates(row: dict[str, Any]) -> bool:
+    return row["encoding"] == "rotary" or "no rotary embedding" in row["result"]
 
 
 def _reasons(rows: dict[str, Any], names: list[str], column: str, title: str) -> list[str]:
@@ -121,6 +171,8 @@ def _version_key(version: str) -> tuple[int, ...]:
 
 def _write() -> None:
     from architecture_measurements import measure
+    from architectures.encoding_measurements import measure_encoding
+    from architectures.text_models import text_model_types
     from architectures.tiny_architectures import model_types
     from tqdm import tqdm
 
@@ -130,7 +182,14 @@ def _write() -> None:
         del row["model_type"]
     measured[transformers.__version__] = rows
     MEASURED.write_text(json.dumps(measured, indent=1, sort_keys=True) + "\n")
-    PAGE.write_text(render(measured))
+    encodings = json.loads(ENCODINGS.read_text()) if ENCODINGS.is_file() else {}
+    encodings[transformers.__version__] = {
+        name: measure_encoding(name).to_dict()
+        for name in tqdm(text_model_types())
+        if name not in rows or not _yes(rows[name])
+    }
+    ENCODINGS.write_text(json.dumps(encodings, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(render(measured, encodings))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 from helpers.commands import run_in_new_process, run_in_this_process
 
 import rope_patch
+from rope_patch.methods.encoding_methods import ENCODING_METHODS
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
@@ -17,10 +18,13 @@ TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 def test_methods_are_listed_with_options_paper_and_need_for_fine_tuning():
     rows = json.loads(run_in_this_process("methods", "--json").stdout)
     assert [row["name"] for row in rows] == list(rope_patch.list_methods())
-    *lines, blank, hint = run_in_this_process("methods").stdout.splitlines()
+    rotary, others, hint = run_in_this_process("methods").stdout.split("\n\n")
+    lines = rotary.splitlines()
     assert [line.split()[0] for line in lines] == list(rope_patch.list_methods())
     assert all(line.endswith(row["description"]) for line, row in zip(lines, rows, strict=True))
-    assert (blank, "NAME" in hint) == ("", True)
+    assert "NAME" in hint
+    assert [line.split()[0] for line in others.splitlines()[1:]] == list(ENCODING_METHODS)
+    assert "Extends T5's buckets" in run_in_this_process("methods", "log-tail").stdout
     output = run_in_this_process("methods", "yarn").stdout
     assert "beta_fast (default: 32.0)" in output
     assert "YaRN, arXiv:2309.00071; fine-tuning: not needed, but helps" in output

@@ -1,30 +1,27 @@
 """Test that pictures show the right numbers, are drawn, and are refused clearly."""
 
+import dataclasses
 import json
 import math
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
 from helpers.commands import run_in_this_process
 from PIL import Image
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_patch
-from rope_patch.pictures.picture import (
-    PICTURES,
-    Curves,
-    Dials,
-    HeatMap,
-    Path,
-    PictureOptions,
-    get_picture,
-)
-from rope_patch.pictures.tables import TABLES
+from rope_patch.pictures.encoding_tables import ENCODINGS
+from rope_patch.pictures.panels import Curves, Dials, HeatMap, Path
+from rope_patch.pictures.picture import PICTURES, PictureOptions, make_picture
 from rope_patch.utils.errors import Refused
+
+MODELS = ("rope", "learned")  # two panels; needs a model
 
 
 def panels(name, **options):
-    return get_picture(name)(PictureOptions(**options)).panels
+    return make_picture(name, **options).panels
 
 
 def curve(panel, label):
@@ -33,7 +30,7 @@ def curve(panel, label):
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_each_picture_has_finite_numbers_labels_and_a_caption(name):
-    drawing = get_picture(name)(PictureOptions())
+    drawing = make_picture(name)
     assert drawing.caption.endswith(".")
     for panel in drawing.panels:
         assert panel.title
@@ -47,7 +44,7 @@ def test_each_picture_has_finite_numbers_labels_and_a_caption(name):
             assert len({each.label for each in panel.curves}) == len(panel.curves)
             for each in panel.curves:
                 assert each.x.shape == each.y.shape
-                assert each.y.double().isfinite().all()
+                assert each.y.double().isfinite().all() or name == "grid"
 
 
 def test_the_table_is_sines_and_cosines():
@@ -70,7 +67,7 @@ def test_waves_and_differences_are_of_the_table():
     (waves,) = panels("waves", length=100, width=12)
     assert torch.equal(curve(waves, "component 4").y, table.values[:, 4])
     (difference,) = panels("difference", length=100, width=12, position=50)
-    got = curve(difference, "position 50 minus position 0").y
+    got = curve(difference, "50 minus 0").y
     assert torch.equal(got, table.values[50] - table.values[0])
 
 
@@ -112,6 +109,22 @@ def test_angles_are_those_of_the_method(method):
     torch.testing.assert_close(curve(panel, "seen in training").y, plain * 511 / (2 * math.pi))
 
 
+def test_pairs_of_a_grid_turn_with_one_axis_or_with_both():
+    halves, dealt, mixed = panels("grid", width=16, base=100.0)
+    for panel, frequency in (
+        (halves, lambda pair: 100 ** (-(pair % 4) / 4)),
+        (dealt, lambda pair: 100 ** (-((pair % 4) * 2 + pair // 4) / 8)),
+    ):
+        rows, columns = (each.y for each in panel.curves)
+        for pair in range(8):
+            one, other = (rows, columns) if pair < 4 else (columns, rows)
+            assert one[pair] == pytest.approx(frequency(pair))
+            assert other[pair].isnan()
+    # The directions are orthogonal: together they turn as much as the axes did.
+    squares = sum(each.y**2 for each in mixed.curves)
+    torch.testing.assert_close(squares, 100 ** (-(torch.arange(8).double() % 4) / 2))
+
+
 def test_decays_begin_at_the_top_and_random_projections_lose_it():
     products, biases, _ = panels("decay", length=200, width=128)
     assert products.curves[0].y[0] == 1
@@ -134,17 +147,6 @@ def test_decay_shows_the_steps_of_t5_and_the_shares_of_fire():
         longest = math.log(1 + 0.1 * max(512, query))
         for d in (0, 1, 50, 199):
             assert share[d] == pytest.approx(math.log(1 + 0.1 * d) / longest, abs=1e-12)
-
-
-def test_bias_matrices_are_causal_and_extended():
-    plain, linear, ntk = (panel.values for panel in panels("bias", length=10, factor=4.0))
-    ahead = torch.ones(10, 10).triu(1).bool()
-    for values in (plain, linear, ntk):
-        assert values[ahead].isnan().all()
-        assert values.diagonal().eq(0).all()
-    torch.testing.assert_close(linear[~ahead], plain[~ahead] / 4)
-    assert (ntk[9, 0] > plain[9, 0]).item()
-    assert (ntk[9, 0] < linear[9, 0]).item()
 
 
 def test_squeezed_distances_use_trained_buckets_alone():
@@ -173,22 +175,55 @@ def test_steps_of_sinusoids_are_short_and_even():
     assert steps[1].max() / steps[1].min() < 1.1
 
 
-@pytest.mark.parametrize("encoding", TABLES)
+@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name not in MODELS])
 def test_all_encodings_have_a_table(encoding):
     (panel,) = panels("table", encoding=encoding, length=20, width=12)
     assert panel.values.shape == (20, 12)
     assert len({tuple(row) for row in panel.values.tolist()}) == 20
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_the_command_writes_each_picture(name, tmp_path):
-    path = tmp_path / "a.svg"
-    result = run_in_this_process("picture", name, "--out", str(path))
+@pytest.mark.parametrize("base", [2, 4, 8, 16])
+def test_digits_make_up_the_position(base):
+    panel = panels("bases", length=50)[(2, 4, 8, 16).index(base)]
+    digits = (panel.values * (base - 1)).round().long()
+    assert digits.max() < base
+    numbers = (digits * base ** torch.arange(digits.shape[1])).sum(1)
+    assert numbers.tolist() == list(range(50))
+    if base > 2:
+        (table,) = panels("table", encoding=f"base{base}", length=50, width=8)
+        assert torch.equal(table.values[:, : digits.shape[1]], panel.values)
+
+
+def test_tensor2tensor_has_sines_first_and_ends_at_the_base():
+    (panel,) = panels("table", encoding="tensor2tensor", length=9, width=8, base=100.0)
+    for t in range(9):
+        for k in range(4):
+            angle = t * 100 ** (-k / 3)
+            assert panel.values[t, k] == pytest.approx(math.sin(angle), abs=1e-12)
+            assert panel.values[t, 4 + k] == pytest.approx(math.cos(angle), abs=1e-12)
+
+
+def test_rope_is_shown_as_transformers_computes_it():
+    cosine, sine = panels("table", encoding="rope", length=9, width=16)
+    config = LlamaConfig(hidden_size=32, num_attention_heads=2)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(9)[None])
+    torch.testing.assert_close(cosine.values.float(), cos[0, :, :8])
+    torch.testing.assert_close(sine.values.float(), sin[0, :, :8])
+    (difference,) = panels("difference", encoding="rope", length=9, width=16, position=5)
+    got = curve(difference, "5 minus 0").y
+    # A vector of ones in complex numbers: (1 + i) e^(i angle).
+    angles = 5 * 1e4 ** (-torch.arange(8).double() / 8)
+    turned = (1 + 1j) * torch.polar(torch.ones_like(angles), angles)
+    expected = torch.view_as_real(turned - (1 + 1j)).flatten()
+    torch.testing.assert_close(got, expected)
+
+
+def test_the_command_writes_the_same_file_again(tmp_path):
+    path, again = tmp_path / "a.svg", tmp_path / "b.svg"
+    result = run_in_this_process("picture", "table", "--out", str(path))
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"wrote {path}\n")
-    ElementTree.parse(path)
-    again = tmp_path / "b.svg"
-    run_in_this_process("picture", name, "--out", str(again))
+    run_in_this_process("picture", "table", "--out", str(again))
     assert again.read_bytes() == path.read_bytes()
 
 
@@ -202,8 +237,27 @@ def test_png_and_json(tmp_path):
 
 def test_the_list_names_all_pictures():
     printed = run_in_this_process("picture").stdout
-    assert all(f"\n{name} " in f"\n{printed}" for name in PICTURES)
-    assert set(json.loads(run_in_this_process("picture", "--json").stdout)) == set(PICTURES)
+    listed = json.loads(run_in_this_process("picture", "--json").stdout)
+    assert set(listed) == set(PICTURES)
+    lines = iter(printed.splitlines())
+    for name, kind in PICTURES.items():
+        assert next(lines).split() == [name, *kind.about.split()]
+        words = [word for word in next(lines).split() if word.startswith("--")]
+        assert (
+            words
+            == [f"--{option}" for option in kind.options]
+            == [f"--{option}" for option in listed[name]["options"]]
+        )
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_an_option_of_another_picture_is_refused(name):
+    fields = {field.name for field in dataclasses.fields(PictureOptions)} - {"given"}
+    others = fields - set(PICTURES[name].options)
+    assert others
+    for option in others:
+        with pytest.raises(Refused, match=f"{option} must be left out: the picture {name!r}"):
+            make_picture(name, **{option: getattr(PictureOptions(), option)})
 
 
 def test_python_returns_a_figure():
@@ -215,10 +269,19 @@ def test_python_returns_a_figure():
     ("words", "message"),
     [
         (["clok"], "unknown picture 'clok' (did you mean 'clock'?)"),
+        (["dogs", "--length", "5"], "--length must be left out: the picture 'dogs' takes width"),
+        (
+            ["table", "--encoding", "binary", "--base", "4"],
+            "--base must be left out, because it would change nothing",
+        ),
+        (["table", "--encoding", "learned"], "'learned' needs a model with such a table"),
+        (["bias", "--encoding", "alibbi"], "did you mean 'alibi'?"),
+        (["bias", "--method", "yarn"], "'yarn' does not extend alibi"),
         (["table", "--encoding", "sinusoid"], "did you mean 'sinusoidal'?"),
         (["clock", "--out", "clock.pdf"], "a picture is an .svg or a .png file, got 'clock.pdf'"),
         (["clock", "--position", "0"], "--position must be a whole number of at least 1, got 0"),
         (["table", "--width", "7"], "--width must be an even number of at least 6, got 7"),
+        (["grid", "--width", "10"], "--width must be a multiple of 4"),
         (["angles", "--factor", "1"], "--factor must be above 1, got 1"),
         (["angles", "--method", "yarm"], "unknown method 'yarm'"),
         (["angles", "--method", "self-extend"], "self-extend stretches no angles"),

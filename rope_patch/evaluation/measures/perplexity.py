@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from rope_patch.patching import current
 from rope_patch.patching.undo_log import UndoLog
@@ -222,7 +222,7 @@ def _lm_head_logits(model: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> t
     caps and scales of logits are the model's own, in every architecture.
     """
     swaps = UndoLog()
-    output = BaseModelOutputWithPast(last_hidden_state=hidden)
+    output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
     swaps.set(model.base_model, "forward", lambda *_, **__: output)
     try:
         with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +34,9 @@ class BucketsSite(Site):
         "dynamic-linear",
     )
 
+    function: ClassVar[str] = FUNCTION  # of the module, which a patch wraps
+    limit: ClassVar[str] = "relative_attention_max_distance"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_distance", self._settings["max_distance"])
 
@@ -41,9 +44,9 @@ class BucketsSite(Site):
     def _settings(self) -> dict[str, Any]:
         owner: Any = self.module
         return {
-            "bidirectional": not owner.is_decoder,
+            "bidirectional": not getattr(owner, "is_decoder", False),
             "buckets": owner.relative_attention_num_buckets,
-            "max_distance": owner.relative_attention_max_distance,
+            "max_distance": getattr(owner, self.limit),
         }
 
     @property
@@ -76,16 +79,7 @@ class BucketsSite(Site):
             distances: Whole numbers from 0 on, of any shape.
             stretch: How far the site is extended.
         """
-        length = stretch.length
-        if stretch.is_dynamic:
-            length = int(distances.max()) + 1
-        assert length is not None
-        trained = stretch.trained_length
-        if length <= trained:
-            return distances
-        if stretch.formula == "linear":
-            return distances * trained // length
-        return squeeze_tail(distances, trained=trained, length=length, exact=self.exact)
+        return squeeze_distances(distances, stretch, self.exact)
 
     def describe(self, stretch: Stretch) -> str:
         """Return which distances share buckets."""
@@ -102,12 +96,127 @@ class BucketsSite(Site):
     def apply(self, model: nn.Module, stretch: Stretch, undo_log: UndoLog) -> None:
         """Put a function before the module's own, or raise the distance of its last bucket."""
         if stretch.formula == "max-distance":
-            name = "relative_attention_max_distance"
             largest = round(self._settings["max_distance"] * stretch.factor)
-            undo_log.set(self.module, name, largest)
+            undo_log.set(self.module, self.limit, largest)
             return
-        own = getattr(self.module, FUNCTION)
-        undo_log.set(self.module, FUNCTION, SqueezedBuckets(self, stretch, own))
+        own = getattr(self.module, self.function)
+        undo_log.set(self.module, self.function, self.squeezed(stretch, own))
+
+    def squeezed(self, stretch: Stretch, own: Any) -> Any:
+        """Return what replaces the module's own function."""
+        return SqueezedBuckets(self, stretch, own)
+
+
+@dataclass(frozen=True, eq=False)
+class InputBucketsSite(BucketsSite):
+    """A module of biases that prepares distances in a function of its own (UDOP's encoder)."""
+
+    function: ClassVar[str] = "prepare_input"
+    limit: ClassVar[str] = "max_distance"
+
+    def squeezed(self, stretch: Stretch, own: Any) -> Any:
+        """Return what replaces the module's own function."""
+        return SqueezedDistances(self, stretch, own)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockBucketsSite(BucketsSite):
+    """An attention that sees near tokens in a window and far ones as blocks (LongT5).
+
+    The window's distances do not grow with the text. Those between a token's block and the
+    summaries of others do, in blocks.
+    """
+
+    methods: ClassVar[tuple[str, ...]] = tuple(
+        name for name in BucketsSite.methods if name != "max-distance"
+    )
+
+    @property
+    def _block(self) -> int:
+        return int(self.module.global_block_size)  # type: ignore[arg-type]
+
+    @property
+    def exact(self) -> int:
+        """Return how many tokens have distances with a bucket of their own."""
+        return super().exact * self._block
+
+    def in_blocks(self, stretch: Stretch) -> Stretch:
+        """Return a stretch with lengths in blocks."""
+        trained = max(stretch.trained_length // self._block, 1)
+        length = stretch.length
+        return replace(
+            stretch,
+            trained_length=trained,
+            length=None if length is None else max(length // self._block, trained),
+        )
+
+    def squeeze(self, distances: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+        """Return the distances whose buckets are read; those within the window stay.
+
+        Args:
+            distances: Whole numbers from 0 on: `[Q, K]` in tokens, or `[B, Q, G]` in blocks.
+            stretch: How far the site is extended.
+        """
+        if distances.ndim == 2:
+            return distances
+        blocks = self.in_blocks(stretch)
+        if not blocks.is_dynamic and blocks.length == blocks.trained_length:
+            return distances
+        return squeeze_distances(distances, blocks, self.exact // self._block)
+
+    def describe(self, stretch: Stretch) -> str:
+        """Return which distances share buckets."""
+        return (
+            f"{self.name}: T5's buckets of blocks of {self._block} tokens, from {self.exact:,} "
+            "tokens on; distances within its window stay"
+        )
+
+    def changes(self, stretch: Stretch) -> bool:
+        """Return whether any distance up to the target falls into another bucket."""
+        if stretch.is_dynamic:
+            return True
+        distances = torch.arange(stretch.length or 1)[None, None]
+        return not torch.equal(self.squeeze(distances, stretch), distances)
+
+
+def squeeze_distances(distances: torch.Tensor, stretch: Stretch, exact: int) -> torch.Tensor:
+    """Return distances brought into the trained length.
+
+    Args:
+        distances: Whole numbers from 0 on, of any shape.
+        stretch: The method, and its lengths in the same unit.
+        exact: Distances that have a bucket of their own.
+    """
+    length = stretch.length
+    if stretch.is_dynamic:
+        length = int(distances.max()) + 1
+    assert length is not None
+    trained = stretch.trained_length
+    if length <= trained:
+        return distances
+    if stretch.formula == "linear":
+        return distances * trained // length
+    return squeeze_tail(distances, trained=trained, length=length, exact=exact)
+
+
+@dataclass(frozen=True, eq=False)
+class SqueezedDistances:
+    """A module's function of distances, whose result is squeezed.
+
+    Attributes:
+        site: The module's site.
+        stretch: How far it is extended.
+        own: The module's own function.
+    """
+
+    site: BucketsSite
+    stretch: Stretch
+    own: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the relative position of each query and key."""
+        relative = self.own(*args, **kwargs)
+        return relative.sign() * self.site.squeeze(relative.abs(), self.stretch)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from rope_patch.patching.dynamic.cache_record import cache_in_output
 from rope_patch.utils.errors import Refused
 
 _CACHE = "past_key_values"
+TABLE_MARK = "position_table"  # the attribute of a cache that names its table
 
 
 class CacheGuard:
@@ -35,17 +36,17 @@ class CacheGuard:
         if cache is None or torch.compiler.is_compiling() or not hasattr(cache, "get_seq_length"):
             return
         tokens = int(cache.get_seq_length())
-        if tokens > 0 and getattr(cache, "position_table", None) != self.table:
+        if tokens > 0 and getattr(cache, TABLE_MARK, None) != self.table:
             raise Refused(
                 f"the cache holds {tokens} tokens that were read with another table of positions, "
                 "and cached keys cannot be moved to its rows: expected an empty cache, or one that "
                 "this patch filled; read the text again into a new cache"
             )
-        cache.position_table = self.table
+        setattr(cache, TABLE_MARK, self.table)
 
     def mark(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Mark a cache that the decoder made (hook)."""
         cache = kwargs.get(_CACHE)
         cache = cache_in_output(output) if cache is None else cache
         if cache is not None:
-            cache.position_table = self.table
+            setattr(cache, TABLE_MARK, self.table)

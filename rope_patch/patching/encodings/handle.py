@@ -100,7 +100,7 @@ class EncodingPatch:
                 site.apply(plan.model, plan.stretch, self._undo_log)
             self._undo_log.set(plan.model, _MARK, self)
             if fields:
-                self._config_override.apply(plan.model, type(plan.model.config), fields)
+                self._config_override.apply(plan.outer, type(plan.model.config), fields)
             self._active = True
         except BaseException:
             self.undo()

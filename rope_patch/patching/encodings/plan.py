@@ -10,13 +10,20 @@ from torch import nn
 
 from rope_patch.extension import Extension, resolve_factor_and_length
 from rope_patch.methods.base import require_tokens
-from rope_patch.patching.encodings.buckets import FUNCTION, BucketsSite
+from rope_patch.patching.encodings.buckets import (
+    FUNCTION,
+    BlockBucketsSite,
+    BucketsSite,
+    InputBucketsSite,
+)
 from rope_patch.patching.encodings.probe import (
-    Sightings,
     UnknownEncoding,
     probe,
+    text_model,
     transformers_model,
 )
+from rope_patch.patching.encodings.refusal_reason import refusal_reason
+from rope_patch.patching.encodings.sighting import Sightings
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.encodings.slopes import SlopesSite
 from rope_patch.patching.encodings.table import LearnedTableSite, SinusoidalTableSite
@@ -33,13 +40,15 @@ class EncodingPlan:
 
     Attributes:
         extension: The request.
-        model: The transformers model within what was given.
+        model: The transformers model that reads the text, within what was given.
+        outer: The outermost transformers model, whose config names the model's.
         sites: Where positions enter, those to change alone.
         stretch: The method and its lengths.
     """
 
     extension: Extension
     model: PreTrainedModel
+    outer: PreTrainedModel
     sites: list[Site]
     stretch: Stretch
 
@@ -60,8 +69,17 @@ def find_sites(model: PreTrainedModel) -> list[Site]:
     """
     if (encoding := find_encoding(model)) is not None:
         name = next(name for name, module in model.named_modules() if module is encoding)
-        return list(encoding.sites(name))
+        if sites := list(encoding.sites(name)):
+            return sites
+        raise UnknownEncoding(f"the encoding {encoding.name!r} has nothing to stretch")
+    if reason := refusal_reason(model):
+        raise Refused(f"{type(model).__name__} is not extended: {reason}")
     sightings = probe(model)
+    if sightings.unread:
+        raise Refused(
+            f"{type(model).__name__} is not extended: {' and '.join(sightings.unread)} grows with "
+            "its length, too, and a text alone does not show which rows it reads"
+        )
     return [
         *_tables(model, sightings),
         *_slopes(model, sightings),
@@ -80,12 +98,14 @@ def make_encoding_plan(model: nn.Module, extension: Extension) -> EncodingPlan:
         ValueError: The request cannot be met, or would change nothing.
         TypeError: A value of the wrong type.
     """
-    _, inner = transformers_model(model)
+    _, outer = transformers_model(model)
+    inner = text_model(outer)
     sites = find_sites(inner)
     if not sites:
-        raise UnknownEncoding(
-            f"a small copy of {type(inner).__name__} showed no table of positions, no slopes and "
-            "no buckets, either"
+        raise Refused(
+            f"{type(inner).__name__} is not extended: a small copy of it showed no rotation, no "
+            "table of positions, no slopes and no buckets. What tells order by recurrence or by "
+            "its mask alone has no positions to extend, and reads any length"
         )
     sites = _selected(sites, extension)
     kinds = " and ".join(dict.fromkeys(site.kind for site in sites))
@@ -100,11 +120,16 @@ def make_encoding_plan(model: nn.Module, extension: Extension) -> EncodingPlan:
             f"{extension.method!r} does not extend {type(inner).__name__}'s positions ({kinds})"
             f"{did_you_mean(extension.method, known)}: {choice}"
         )
-    if extension.options:
+    options = [o for o in sites[0].options if all(o in site.options for site in sites)]
+    if unknown := [name for name in extension.options if name not in options]:
+        has = f"the option {', '.join(options)}" if options else "no options"
         raise Refused(
-            f"{extension.method} has no options for {kinds} positions, got "
-            f"{', '.join(extension.options)}"
+            f"{extension.method} has {has} for {kinds} positions of {type(inner).__name__}, got "
+            f"{', '.join(unknown)}{did_you_mean(unknown[0], options)}"
         )
+    exact = extension.options.get("exact")
+    if exact is not None and not isinstance(exact, bool):
+        raise TypeError(f"exact must be True or False, got {exact!r}")
     for name in ("kernels", "start"):
         if (value := getattr(extension, name)) != "auto":
             raise Refused(f"{name}={value!r} is for models that rotate; {kinds} positions do not")
@@ -114,7 +139,7 @@ def make_encoding_plan(model: nn.Module, extension: Extension) -> EncodingPlan:
             f"{extension.method} with factor {stretch.factor:g} would change nothing: expected a "
             "factor above 1 that changes at least one position"
         )
-    return EncodingPlan(extension, inner, sites, stretch)
+    return EncodingPlan(extension, inner, outer, sites, stretch)
 
 
 def _stretch(model: PreTrainedModel, sites: list[Site], extension: Extension) -> Stretch:
@@ -146,14 +171,14 @@ def _stretch(model: PreTrainedModel, sites: list[Site], extension: Extension) ->
                 f"their own, got {trained:,}"
             )
     if extension.method.startswith("dynamic-"):
-        return Stretch(extension.method, trained, None)
+        return Stretch(extension.method, trained, None, extension.options.get("exact"))
     factor, length = resolve_factor_and_length(extension.factor, extension.length, trained)
     if factor < 1:
         raise Refused(
             f"factor must be at least 1 (target length / trained length), got {factor}: a method "
             "extends a context, it does not shorten one"
         )
-    return Stretch(extension.method, trained, length)
+    return Stretch(extension.method, trained, length, extension.options.get("exact"))
 
 
 def _selected(sites: list[Site], extension: Extension) -> list[Site]:
@@ -174,21 +199,34 @@ def _tables(model: PreTrainedModel, sightings: Sightings) -> Iterator[Site]:
 
 
 def _slopes(model: PreTrainedModel, sightings: Sightings) -> Iterator[Site]:
-    outer = [
-        (name, argument)
-        for name, argument in sightings.slopes
-        if not any(name.startswith(f"{other}.") for other, _ in sightings.slopes)
-    ]
-    for name, argument in outer:
-        layers = name.rpartition(".")[0]
+    names = {sighting.module for sighting in sightings.slopes}
+    for sighting in sightings.slopes:
+        if any(sighting.module.startswith(f"{other}.") for other in names):
+            continue
+        layers = sighting.module.rpartition(".")[0]
         heads = model.config.num_attention_heads
-        yield SlopesSite(layers, model.get_submodule(layers), argument, heads)
+        yield SlopesSite(
+            layers,
+            model.get_submodule(layers),
+            sighting.argument,
+            heads,
+            model.config.hidden_size // heads,
+            sighting.from_end,
+        )
 
 
 def _buckets(model: PreTrainedModel, sightings: Sightings) -> Iterator[Site]:
-    for name in sightings.buckets:
-        owner, _, table = name.rpartition(".")
+    for sighting in sightings.buckets:
+        owner, _, table = sighting.module.rpartition(".")
         first = model.get_submodule(owner)
+        if sighting.shape[0] != sighting.shape[1]:
+            # A window has no distances that a longer text would add (LongT5's encoder).
+            if hasattr(first, "compute_side_bias"):
+                yield BlockBucketsSite(owner, first)
+            continue
+        if hasattr(first, "prepare_input"):
+            yield InputBucketsSite(owner, first)
+            continue
         if not hasattr(first, FUNCTION):
             raise Refused(
                 f"{type(model).__name__} computes the buckets of its distances with fixed numbers "

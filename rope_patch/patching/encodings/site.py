@@ -19,11 +19,13 @@ class Stretch:
         method: The method's name.
         trained_length: Tokens of pretraining.
         length: Target length in tokens; None where the method follows the text.
+        exact: Whether ALiBi's biases are built from distances; None where it helps.
     """
 
     method: str
     trained_length: int
     length: int | None
+    exact: bool | None = None
 
     @property
     def factor(self) -> float:
@@ -61,9 +63,15 @@ class Site(ABC):
     module: nn.Module
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """Return the options that its methods have."""
+        return ()
+
+    @property
     def part(self) -> str:
         """Return "encoder" or "decoder"."""
-        return "encoder" if "encoder" in self.name.split(".") else "decoder"
+        parts = self.name.split(".")
+        return "encoder" if any(f"_{part}".endswith("_encoder") for part in parts) else "decoder"
 
     @abstractmethod
     def trained_length(self, config: Any) -> int | None:

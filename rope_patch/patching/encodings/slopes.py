@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rope_patch.encodings.alibi import alibi_slopes, linear_slopes, ntk_slopes
+from rope_patch.patching.encodings.key_mask import KeyMask
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.undo_log import UndoLog
 
 # Fields of configs that say the length of pretraining; BLOOM's and Falcon's code reads none.
 _LENGTH_FIELDS = ("max_seq_len", "seq_length", "max_position_embeddings")
+_HALF = (torch.bfloat16, torch.float16)
+_MASK = "attention_mask"
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,13 +28,22 @@ class SlopesSite(Site):
     Attributes:
         argument: The bias's name among the layers' arguments.
         heads: Heads.
+        head_dim: Width of a head.
+        from_end: Whether the bias counts from the last key in float32 (MPT), not from the first.
     """
 
     argument: str
     heads: int
+    head_dim: int
+    from_end: bool
 
     kind: ClassVar[str] = "alibi"
     methods: ClassVar[tuple[str, ...]] = ("linear", "ntk", "dynamic-linear", "dynamic-ntk")
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Return `exact`, except where the bias is exact already."""
+        return () if self.from_end else ("exact",)
 
     def trained_length(self, config: Any) -> int | None:
         """Return what the config says, if anything."""
@@ -46,9 +60,16 @@ class SlopesSite(Site):
             return {}
         return {"max_seq_len": stretch.length}
 
-    def scales(self, stretch: Stretch, factor: float) -> torch.Tensor:
-        """Return what multiplies each head's slope, `[heads]` float64."""
+    def scales(self, stretch: Stretch, factor: float | torch.Tensor) -> torch.Tensor:
+        """Return what multiplies each head's slope, `[heads]` float64.
+
+        Args:
+            stretch: The method.
+            factor: Its factor, a number or a tensor of one on the CPU or elsewhere.
+        """
         slopes = alibi_slopes(self.heads)
+        if isinstance(factor, torch.Tensor):
+            slopes = slopes.to(factor.device)
         scaled = (linear_slopes if stretch.formula == "linear" else ntk_slopes)(slopes, factor)
         return scaled / slopes
 
@@ -64,13 +85,35 @@ class SlopesSite(Site):
 
     def apply(self, model: nn.Module, stretch: Stretch, undo_log: UndoLog) -> None:
         """Scale the bias before each layer: so it acts with and without masks and caches."""
+        hook = SlopeHook(self, stretch)
         for layer in self.module.children():
-            undo_log.hook(layer, before=SlopeHook(self, stretch))
+            undo_log.hook(layer, before=hook)
 
 
-@dataclass(frozen=True, eq=False)
+class _Memo:
+    """What a forward's layers share, by the bias that all of them are handed.
+
+    Copies of a model begin with an empty one, and an entry goes when its bias goes.
+    """
+
+    def __init__(self) -> None:
+        self.entries: Any = WeakTensorKeyDictionary()
+
+    def __deepcopy__(self, memo: Any) -> _Memo:
+        return _Memo()
+
+    def __reduce__(self) -> Any:
+        return _Memo, ()
+
+
+@dataclass(frozen=True)
 class SlopeHook:
-    """Pre-hook of a layer that scales the bias it is handed.
+    """Pre-hook of layers that scales the bias they are handed, or builds it anew.
+
+    A bias that counts from the first key has large numbers, of which half precision keeps 8 or 11
+    bits, so that neighbours far into a text look equal. The exact form, -slope * (i - j), is small
+    where it matters. It takes `[B * heads, Q, K]` numbers for a forward, as many as the scores of
+    one layer.
 
     Attributes:
         site: The layers' site.
@@ -79,27 +122,78 @@ class SlopeHook:
 
     site: SlopesSite
     stretch: Stretch
+    _memo: _Memo = field(default_factory=_Memo)
 
     def __call__(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         bias: Any = kwargs.get(self.site.argument)
-        mask: Any = kwargs.get("attention_mask")
         if bias is None:
             return None
+        if torch.compiler.is_compiling():  # Inductor shares equal subgraphs by itself
+            return args, kwargs | self._changes(layer, bias, kwargs)
+        changes = self._memo.entries.get(bias)
+        if changes is None:
+            changes = self._memo.entries[bias] = self._changes(layer, bias, kwargs)
+        return args, kwargs | changes
+
+    def _changes(
+        self, layer: nn.Module, bias: torch.Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return the arguments that replace those of a layer, by name."""
+        site, stretch = self.site, self.stretch
+        mask: Any = kwargs.get(_MASK)
+        key_mask = KeyMask.of(mask)
+        changes: dict[str, torch.Tensor] = {}
+        if site.from_end and key_mask is not None and key_mask.keys > bias.shape[-1]:
+            bias = changes[site.argument] = _longer(bias, key_mask.keys)
         keys = bias.shape[-1]
-        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-1] > keys:
-            keys = mask.shape[-1]
-            bias = _longer(bias, keys)
-        factor = self.stretch.factor_at(keys)
-        if factor == 1:
-            return args, {**kwargs, self.site.argument: bias}
-        scales = self.site.scales(self.stretch, factor).to(bias.device)
-        changed = {**kwargs, self.site.argument: _scaled(bias, scales)}
-        if _has_bias(mask, len(scales)):  # Falcon's mask holds the bias, too
-            lowest = torch.finfo(mask.dtype).min
-            changed["attention_mask"] = torch.where(mask > lowest, _scaled(mask, scales), mask)
-        return args, changed
+        if stretch.is_dynamic and keys <= stretch.trained_length:
+            return changes
+        factor: float | torch.Tensor = stretch.factor
+        is_longer = None  # up to the trained length, dynamic methods keep the model's own bits
+        if stretch.is_dynamic:
+            # A static cache has more keys than tokens; the mask knows what the last query sees.
+            tokens = torch.tensor(keys) if key_mask is None else key_mask.tokens
+            factor = (tokens.double() / stretch.trained_length).clamp(min=1)
+            is_longer = factor > 1
+        scales = site.scales(stretch, factor).to(bias.device, torch.float32)
+        is_folded = key_mask is not None and key_mask.allowed.shape[1] == site.heads > 1
+        exact = bias.dtype in _HALF or is_folded if stretch.exact is None else stretch.exact
+        if key_mask is None or not exact or site.from_end:
+            changes[site.argument] = _scaled(bias, scales)
+            if key_mask is not None and is_folded:
+                changes[_MASK] = torch.where(key_mask.allowed, _scaled(mask, scales), mask)
+            return changes
+        slopes = alibi_slopes(site.heads).to(bias.device, torch.float32) * scales
+        if is_folded:
+            changes = self._folded(layer, key_mask, slopes, kwargs)
+        else:
+            rows = len(bias) // site.heads
+            built = key_mask.exact_bias(slopes, bias.dtype).expand(rows, -1, -1, -1)
+            changes = {site.argument: built.flatten(0, 1)}
+        if is_longer is not None:
+            for name, value in changes.items():
+                changes[name] = torch.where(is_longer, value, kwargs[name])
+        return changes
+
+    def _folded(
+        self, layer: nn.Module, key_mask: KeyMask, slopes: torch.Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return the exact bias in the mask alone, as often as the attention adds it (Falcon).
+
+        Falcon divides it by sqrt(head_dim) and adds it to the mask; its eager attention adds its
+        argument once more.
+        """
+        argument, mask, bias = self.site.argument, kwargs[_MASK], kwargs[self.site.argument]
+        config = next(vars(part)["config"] for part in layer.modules() if "config" in vars(part))
+        is_fused = config._attn_implementation == "sdpa" and not kwargs.get("output_attentions")
+        times = (1 if is_fused else 2) / math.sqrt(self.site.head_dim)
+        built = key_mask.exact_bias(slopes * times, mask.dtype)
+        return {
+            _MASK: torch.where(key_mask.allowed, built, mask),
+            argument: torch.zeros_like(bias),
+        }
 
 
 def _scaled(bias: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -113,12 +207,3 @@ def _longer(bias: torch.Tensor, keys: int) -> torch.Tensor:
     """Return a bias that ends at 0 for more keys, `[heads, 1, keys]` (MPT's form)."""
     slope = bias[..., -1:] - bias[..., -2:-1]
     return slope * torch.arange(1 - keys, 1, device=bias.device, dtype=bias.dtype)
-
-
-def _has_bias(mask: Any, heads: int) -> bool:
-    return (
-        isinstance(mask, torch.Tensor)
-        and mask.ndim == 4
-        and mask.shape[1] == heads > 1
-        and mask.is_floating_point()
-    )

@@ -12,12 +12,13 @@ from rope_patch.encodings.learned import STRETCHES, stretch_table
 from rope_patch.encodings.sinusoidal import LAWS, sinusoidal_table
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.encodings.cache_guard import CacheGuard
-from rope_patch.patching.encodings.probe import TableSighting
+from rope_patch.patching.encodings.sighting import TableSighting
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.stamp import innermost_decoders
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
 
+_RESIZE = "resize_position_embeddings"
 _BASE = 10000.0
 _TOLERANCE = 2e-3  # half precision rounds a table to 5e-4, float32 angles add to it
 
@@ -78,12 +79,20 @@ class TableSite(Site):
         for decoder in innermost_decoders(model, around):
             guard = CacheGuard(f"{self.name} {stretch}")
             undo_log.hook(decoder, before=guard.check, after=guard.mark)
+        for module in model.modules():  # Pegasus and DistilBERT make a table of another size
+            if callable(getattr(module, _RESIZE, None)):
+                undo_log.set(module, _RESIZE, ResizeGuard(self.name))
         more = len(longer) - len(old)
         for name, module in model.named_modules():
             for attribute, buffer in list(module._buffers.items()):
                 key = ".".join("*" if part.isdigit() else part for part in name.split("."))
-                if buffer is not None and f"{key}.{attribute}" in self.sighting.companions:
-                    undo_log.set(module, attribute, _lengthen(buffer, more, f"{name}.{attribute}"))
+                if buffer is None or f"{key}.{attribute}" not in self.sighting.companions:
+                    continue
+                if buffer.shape == old.shape:  # I-BERT's table in whole numbers, made anew
+                    longer_buffer = buffer.new_zeros(longer.shape)
+                else:
+                    longer_buffer = _lengthen(buffer, more, f"{name}.{attribute}")
+                undo_log.set(module, attribute, longer_buffer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,11 +200,34 @@ class RowsEnd:
         )
 
 
+@dataclass(frozen=True)
+class ResizeGuard:
+    """Replacement of a model's own resizing, which would put an unstretched table in.
+
+    Attributes:
+        name: The table's module.
+    """
+
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse.
+
+        Raises:
+            ValueError: Always; says how to go on.
+        """
+        raise Refused(
+            f"{self.name} is stretched by a patch, and a resized table would not be: expected "
+            "undo() first, or rope_patch.patch with another length instead of resizing"
+        )
+
+
 def _lengthen(buffer: torch.Tensor, more: int, name: str) -> torch.Tensor:
     """Return a buffer for more positions, continued by the rule that its values follow.
 
     Args:
-        buffer: Counts, one value throughout, or a mask by distance (`[..., L, L]`).
+        buffer: Counts from any number on, one value throughout, or a mask by distance
+            (`[..., L, L]`).
         more: Positions to add.
         name: Its name, for the message.
 
@@ -220,7 +252,7 @@ def _lengthen(buffer: torch.Tensor, more: int, name: str) -> torch.Tensor:
             )
             return longer.expand(*buffer.shape[:-2], -1, -1).clone()
     row = buffer.reshape(-1, length)[0]
-    counts = torch.arange(length + more, device=buffer.device, dtype=buffer.dtype)
+    counts = torch.arange(length + more, device=buffer.device, dtype=buffer.dtype) + row[0]
     if torch.equal(row, counts[:length]):
         return counts.expand(*buffer.shape[:-1], -1)
     if bool((row == row[0]).all()):

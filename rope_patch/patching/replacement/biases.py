@@ -43,6 +43,7 @@ class AlibiBias(BiasEncoding):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.heads = shape.heads
+        self.head_dim = shape.width // shape.heads
 
     def forward(self, span: Span) -> torch.Tensor:
         slopes, distances = alibi_slopes(self.heads), span.distances
@@ -53,7 +54,7 @@ class AlibiBias(BiasEncoding):
         return alibi_bias(slopes.to(distances.device, torch.float32), distances.float())[None]
 
     def sites(self, name: str) -> Sequence[Site]:
-        return [ComputedSlopesSite(name, self, "", self.heads)]
+        return [ComputedSlopesSite(name, self, "", self.heads, self.head_dim, from_end=True)]
 
     def describe(self) -> str:
         slopes = alibi_slopes(self.heads)

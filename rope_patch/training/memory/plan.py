@@ -23,6 +23,7 @@ from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.rope_config import read_geometries
 from rope_patch.training.memory.model import RESERVE, MemoryNeed, longest_row, memory_need
 from rope_patch.training.memory.setup import TrainingSetup
+from rope_patch.utils.errors import Refused
 from rope_patch.utils.resources import resource_folder
 
 __all__ = [
@@ -192,7 +193,21 @@ def lengths_table() -> str:
 
 
 def _read_config(settings: Any) -> Any:
-    return read_config(demo.resolve_model_path(settings.extension.model))
+    """Return the config of a recipe's model.
+
+    Raises:
+        ValueError: It does not rotate: documents packed in a row would share its positions.
+    """
+    name = settings.extension.model
+    config = read_config(demo.resolve_model_path(name))
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "rope_parameters", None):
+        raise Refused(
+            f"recipes train models that rotate, and {name} ({text.model_type}) does not: train the "
+            "extended model of rope_patch.load with transformers' Trainer, and write it with "
+            "rope_patch.save, which keeps a trained table"
+        )
+    return config
 
 
 def _row_length(settings: Any, config: Any) -> int:

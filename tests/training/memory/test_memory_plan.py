@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import check_memory_plan
 import pytest
 import torch
+from helpers.encoding_models import encoding_model
 from transformers import Gemma3TextConfig, Qwen3Config
 
 from rope_patch.pretrained.loading import empty_model, read_config
@@ -21,6 +22,7 @@ from rope_patch.training.memory.plan import (
     require_memory,
 )
 from rope_patch.training.settings import ExtensionArguments, Settings, TrainArguments
+from rope_patch.utils.errors import Refused
 
 LLAMA_8B = planning.SHAPES / "llama-3.1-8b"
 LLAMA_1B = planning.SHAPES / "llama-3.2-1b"
@@ -263,3 +265,10 @@ def test_the_readme_has_the_current_table():
     assert planning.lengths_table() in (planning.SHAPES.parent / "README.md").read_text(
         encoding="utf-8"
     )
+
+
+@pytest.mark.parametrize("ask", [planning.require_device, planning.format_plan])
+def test_models_that_do_not_rotate_are_refused(tmp_path, settings, ask):
+    encoding_model("GPT2LMHeadModel").save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(Refused, match=r"\(gpt2\) does not: train the extended model"):
+        ask(settings(tmp_path / "gpt2"))

@@ -1,0 +1,86 @@
+"""Export of models that do not rotate: what other engines read of their positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from rope_patch.exporting.result import Export
+from rope_patch.patching.architecture.rotary_modules import rotation_refusal
+from rope_patch.patching.encodings.handle import EncodingPatch, current_encoding
+from rope_patch.patching.encodings.plan import find_sites
+from rope_patch.patching.encodings.probe import UnknownEncoding, transformers_model
+from rope_patch.patching.encodings.site import Site
+from rope_patch.pretrained.loading import empty_model
+from rope_patch.utils.errors import Refused
+
+_TRANSFORMERS = ("transformers", "transformers4")
+_MAX_DISTANCE = "relative_attention_max_distance"
+
+
+def export_encoding(model_or_config: Any, engine: str) -> Export | None:
+    """Return what an engine needs for a model that does not rotate; None for one that does.
+
+    Raises:
+        ValueError: The engine has no form for the extension; says why and what to do instead.
+    """
+    model = model_or_config
+    if isinstance(model, PreTrainedConfig):
+        if getattr(model.get_text_config(decoder=True), "rope_parameters", None):
+            return None
+        model = empty_model(type(model).__name__, model, any_kind=True)
+    if not isinstance(model, nn.Module) or rotation_refusal(model) is None:
+        return None
+    try:
+        _, inner = transformers_model(model)
+        sites = find_sites(inner)
+    except UnknownEncoding:
+        return None
+    if not sites:
+        return None
+    handle = current_encoding(model)
+    if handle is not None:
+        return _export_patched(handle, engine)
+    return _export_checkpoint(sites, inner.config, engine)
+
+
+def _export_patched(handle: EncodingPatch, engine: str) -> Export:
+    if handle.method == "max-distance" and engine in _TRANSFORMERS:
+        distances = {getattr(m, _MAX_DISTANCE) for m in handle.model.modules() if _owns_buckets(m)}
+        if len(distances) == 1:
+            return Export(engine=engine, config={_MAX_DISTANCE: distances.pop()})
+    if all(site.kind == "learned" for site in handle.sites):
+        raise Refused(
+            f"{engine} cannot be told of {handle}: the stretched table is among the weights, and "
+            "no field or argument says it; write it with rope_patch.save, or `rope-patch patch "
+            "MODEL --to FOLDER`, and export that folder"
+        )
+    kinds = " and ".join(dict.fromkeys(site.kind for site in handle.sites))
+    raise Refused(
+        f"{engine} cannot run {handle}: no config says other {kinds} positions; serve the model "
+        "with transformers and rope_patch.load"
+    )
+
+
+def _export_checkpoint(sites: list[Site], config: Any, engine: str) -> Export:
+    """Return what a checkpoint needs whose positions are all in its config and weights."""
+    note = "its positions are in config.json and the weights: the folder is all that is needed"
+    if engine in _TRANSFORMERS:
+        return Export(engine=engine, notes=[note])
+    length = sites[-1].trained_length(config)
+    if engine == "vllm" and length is not None and {s.kind for s in sites} == {"learned"}:
+        return Export(engine=engine, arguments=["--max-model-len", str(length)], notes=[note])
+    kinds = " and ".join(dict.fromkeys(site.kind for site in sites))
+    raise Refused(
+        f"what {engine} makes of {kinds} positions is not known here: exports of models that do "
+        "not rotate are for transformers, and of learned tables for vllm, too"
+    )
+
+
+def _owns_buckets(module: nn.Module) -> bool:
+    """Return whether a module has a table of biases by bucket; attentions without one read none."""
+    return hasattr(module, _MAX_DISTANCE) and any(
+        isinstance(child, nn.Embedding) for child in module.children()
+    )

@@ -1,0 +1,59 @@
+"""Test what `diagnose` says of models that do not rotate."""
+
+import json
+
+import pytest
+from helpers.encoding_models import LENGTH, encoding_model
+
+import rope_patch
+from rope_patch.utils.errors import Refused
+
+EXPECTED = {
+    "GPT2LMHeadModel": ("learned", LENGTH, "linear", "factor=4"),
+    "XGLMForCausalLM": ("sinusoidal", LENGTH, "linear", "factor=4"),
+    "BloomForCausalLM": ("alibi", None, "ntk", "factor=4, trained_length=..."),
+    "T5ForConditionalGeneration": ("t5", None, "log-tail", "factor=4, trained_length=..."),
+}
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_positions_and_what_extends_them_are_named(tmp_path, family):
+    kind, length, method, arguments = EXPECTED[family]
+    model = encoding_model(family)
+    model.save_pretrained(tmp_path)
+    for subject in (model, str(tmp_path)):
+        diagnosis = rope_patch.diagnose(subject)
+        assert {site.kind for site in diagnosis.sites} == {kind}
+        assert {site.trained_length for site in diagnosis.sites} == {length}
+        assert method in diagnosis.sites[0].methods
+        assert diagnosis.python.endswith(f'"{method}", {arguments})')
+        assert "does not rotate: it tells positions by" in str(diagnosis)
+        assert json.loads(json.dumps(diagnosis.to_dict()))["sites"][0]["kind"] == kind
+
+
+def test_a_request_is_checked_and_described():
+    model = encoding_model("GPT2LMHeadModel")
+    diagnosis = rope_patch.diagnose(model, "cubic", factor=2)
+    assert diagnosis.effect == ("transformer.wpe: learned table of 40 positions, now 80",)
+    with pytest.raises(Refused, match="expected one of linear, cubic, tile"):
+        rope_patch.diagnose(model, "yarn", factor=2)
+    with pytest.raises(Refused, match="rope-patch picture"):
+        diagnosis.plot("x.svg")
+
+
+def test_the_line_of_python_does_what_it_says():
+    model = encoding_model("WhisperForConditionalGeneration")
+    line = rope_patch.diagnose(model).python
+    assert "layer_types=['decoder']" in line
+    exec(line, {"rope_patch": rope_patch, "model": model})
+    assert rope_patch.current(model).length == 4 * LENGTH
+
+
+def test_a_patch_is_told_live_and_saved(tmp_path):
+    model = encoding_model("GPT2LMHeadModel")
+    rope_patch.patch(model, "linear", factor=4)
+    rope_patch.save(model, tmp_path)
+    for subject in (model, str(tmp_path)):
+        diagnosis = rope_patch.diagnose(subject, factor=2)
+        assert diagnosis.patched == "linear, 40 → 160 tokens"
+        assert diagnosis.effect == ("transformer.wpe: learned table of 40 positions, now 80",)
