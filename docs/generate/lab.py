@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from rope_patch.evaluation.report.table import Table
+from rope_patch.evaluation.report.table import Cell, Table
 from rope_patch.lab.published import compare
 from rope_patch.lab.report.headline import headline
 from rope_patch.lab.report.tables import length_table, published_table
@@ -46,23 +46,28 @@ def build(page: str) -> str:
     parts += [
         "### Beside what papers found",
         "Differences: the first less the second thing that a statement compares.",
-        as_markdown(published_table(findings)),
+        as_markdown(published_table(findings), with_tips=True),
     ]
     above, _, _ = page.partition(MARK)
     return above + MARK + "\n" + "\n\n".join(parts) + "\n"
 
 
-def as_markdown(table: Table) -> str:
+def as_markdown(table: Table, with_tips: bool = False) -> str:
     """Return a table's rows as Markdown, with a bold row above each group."""
-    heads = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in table.columns]
-    lines = [f"| {' | '.join([table.corner, *heads])} |", "|:--|" + "--:|" * len(heads)]
+
+    def text(cell: Cell) -> str:
+        beside = [cell.note, cell.tip] if with_tips else [cell.note]
+        beside = [part for part in beside if part]
+        return f"{cell.text} ({'; '.join(beside)})" if beside else cell.text
+
+    lines = [f"| {' | '.join([table.corner, *map(text, table.columns)])} |"]
+    lines.append("|:--|" + "--:|" * len(table.columns))
     group = ""
     for row in table.rows:
         if row.group != group:
             group = row.group
-            lines.append(f"| **{group}** |{' |' * len(heads)}")
-        cells = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row.cells]
-        lines.append(f"| {' | '.join([row.name, *cells])} |")
+            lines.append(f"| **{group}** |{' |' * len(table.columns)}")
+        lines.append(f"| {' | '.join([row.name, *map(text, row.cells)])} |")
     return "\n".join(lines)
 
 

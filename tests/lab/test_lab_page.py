@@ -1,4 +1,4 @@
-"""Test that docs/lab.md shows what eval/results/lab holds, and that its report is rendered alike."""
+"""Test that docs/lab.md and its report show what eval/results/lab holds."""
 
 import importlib.util
 from pathlib import Path
