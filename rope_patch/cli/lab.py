@@ -33,7 +33,7 @@ def lab(
     steps: Annotated[
         str | None,
         typer.Option(
-            help="Optimizer steps of every task, or of each: text=400,recall=1500, which is the "
+            help="Optimizer steps of every task, or of each: text=400,recall=1200, which is the "
             "default."
         ),
     ] = None,
@@ -124,7 +124,7 @@ def _steps(text: str | None, quick: bool) -> tuple[int, int]:
             task, _, count = word.partition("=")
             if task not in given or not count.isdecimal():
                 raise Refused(
-                    f"--steps takes a number, or text=400,recall=1500, got {text!r}: expected "
+                    f"--steps takes a number, or text=400,recall=1200, got {text!r}: expected "
                     "tasks with whole numbers"
                 )
             given[task] = int(count)

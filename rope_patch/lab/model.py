@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rope_patch.lab.settings import encoding_options
 from rope_patch.patching.replacement.entry_point import encode
 
 WIDTH, LAYERS, HEADS, KEY_HEADS, INNER = 64, 2, 4, 2, 192
@@ -40,5 +41,5 @@ def build_model(encoding: str, vocabulary: int, length: int, seed: int) -> Llama
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-        encode(model, encoding)
+        encode(model, encoding, **encoding_options(encoding, length))
     return model

@@ -36,7 +36,8 @@ class Statement:
     Attributes:
         paper: Authors and arXiv id.
         claim: The statement in words.
-        numbers: The paper's numbers, in words.
+        numbers: The paper's two numbers, or where the finding is stated.
+        setting: What the numbers are of.
         first: What is smaller according to the paper.
         second: What it is compared with.
         bound: See above; in the quantity's unit.
@@ -46,6 +47,7 @@ class Statement:
     paper: str
     claim: str
     numbers: str
+    setting: str
     first: Measured
     second: Measured
     bound: float = 0.0
@@ -110,14 +112,22 @@ def _perplexities(
     bound: float = 0.0,
 ) -> Statement:
     """Return a statement of two perplexities; their ratio's logarithm is in nats."""
-    text = f"perplexity {numbers[0]:g} against {numbers[1]:g}{lengths}"
-    return Statement(paper, claim, text, first, second, bound, math.log(numbers[0] / numbers[1]))
+    return Statement(
+        paper,
+        claim,
+        f"{numbers[0]:g} against {numbers[1]:g}",
+        f"perplexity{lengths}",
+        first,
+        second,
+        bound,
+        math.log(numbers[0] / numbers[1]),
+    )
 
 
 STATEMENTS: tuple[Statement, ...] = (
     _perplexities(
         PRESS,
-        "ALiBi reads far beyond its length at no loss",
+        "ALiBi reads 8 times its length at no loss",
         _text("alibi", 8),
         _text("alibi", 1),
         (18.40, 19.73),
@@ -126,8 +136,9 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     Statement(
         PRESS,
-        "what ALiBi gains is fewer early tokens: the last half is flat",
-        "perplexity 17.98 to 18.3 under a sliding window",
+        "ALiBi's last half of windows is flat, too",
+        "18.3 against 17.98",
+        "perplexity under a sliding window",
         _text("alibi", 8, quantity=LAST_HALF),
         _text("alibi", 1, quantity=LAST_HALF),
         _FLAT,
@@ -135,7 +146,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         PRESS,
-        "sinusoidal positions fail at twice the length",
+        "sinusoids fail at twice the length",
         _text("sinusoidal", 1),
         _text("sinusoidal", 2),
         (20.05, 43.54),
@@ -144,7 +155,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         PRESS,
-        "RoPE fails, too, farther out",
+        "RoPE fails farther out",
         _text("rope", 1),
         _text("rope", 8),
         (20.07, 35.54),
@@ -162,7 +173,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         PRESS,
-        "far out ALiBi is below T5's bias",
+        "far out, ALiBi loses less than T5's bias",
         _text("alibi", 8),
         _text("t5", 8),
         (18.40, 22.91),
@@ -170,7 +181,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         PRESS,
-        "far out T5's bias is below RoPE",
+        "far out, T5's bias loses less than RoPE",
         _text("t5", 8),
         _text("rope", 8),
         (22.91, 35.54),
@@ -178,7 +189,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         PRESS,
-        "far out RoPE is below sinusoidal positions",
+        "far out, RoPE loses less than sinusoids",
         _text("rope", 8),
         _text("sinusoidal", 8),
         (35.54, 178.97),
@@ -186,7 +197,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         PRESS,
-        "within the length ALiBi is below sinusoidal positions",
+        "within its length ALiBi loses less than sinusoids",
         _text("alibi", 1),
         _text("sinusoidal", 1),
         (19.73, 20.05),
@@ -194,7 +205,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         HAVIV,
-        "a decoder without positions comes within 0.05 nats of a learned table",
+        "no positions: within 0.05 nats of a learned table",
         _text("none", 1),
         _text("learned", 1),
         (20.97, 20.42),
@@ -203,7 +214,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         HAVIV,
-        "a learned table is below no positions",
+        "a learned table loses less than no positions",
         _text("learned", 1),
         _text("none", 1),
         (20.42, 20.97),
@@ -211,7 +222,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         HAVIV,
-        "sinusoidal positions are below a learned table",
+        "sinusoids lose less than a learned table",
         _text("sinusoidal", 1),
         _text("learned", 1),
         (20.16, 20.42),
@@ -219,7 +230,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         HAVIV,
-        "ALiBi is below a learned table",
+        "ALiBi loses less than a learned table",
         _text("alibi", 1),
         _text("learned", 1),
         (19.71, 20.42),
@@ -227,35 +238,39 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     Statement(
         KAZEMNEJAD,
-        "beyond the length no positions recall more than T5's bias",
-        "mean reciprocal rank 0.69 against 0.55 (ten tasks)",
+        "beyond, no positions recall more than T5's bias",
+        "0.69 against 0.55",
+        "mean reciprocal rank over ten tasks",
         _recall("t5", _BEYOND),
         _recall("none", _BEYOND),
     ),
     Statement(
         KAZEMNEJAD,
-        "beyond the length T5's bias recalls more than ALiBi",
-        "mean reciprocal rank 0.55 against 0.50 (ten tasks)",
+        "beyond, T5's bias recalls more than ALiBi",
+        "0.55 against 0.50",
+        "mean reciprocal rank over ten tasks",
         _recall("alibi", _BEYOND),
         _recall("t5", _BEYOND),
     ),
     Statement(
         KAZEMNEJAD,
-        "beyond the length ALiBi recalls more than RoPE",
-        "mean reciprocal rank 0.50 against 0.33 (ten tasks)",
+        "beyond, ALiBi recalls more than RoPE",
+        "0.50 against 0.33",
+        "mean reciprocal rank over ten tasks",
         _recall("rope", _BEYOND),
         _recall("alibi", _BEYOND),
     ),
     Statement(
         KAZEMNEJAD,
-        "beyond the length RoPE recalls more than sinusoidal positions",
-        "mean reciprocal rank 0.33 against 0.22 (ten tasks)",
+        "beyond, RoPE recalls more than sinusoids",
+        "0.33 against 0.22",
+        "mean reciprocal rank over ten tasks",
         _recall("sinusoidal", _BEYOND),
         _recall("rope", _BEYOND),
     ),
     _perplexities(
         KAZEMNEJAD,
-        "within the length RoPE is below ALiBi",
+        "within its length RoPE loses less than ALiBi",
         _text("rope", 1),
         _text("alibi", 1),
         (2.40, 2.43),
@@ -263,7 +278,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         KAZEMNEJAD,
-        "within the length ALiBi is below no positions",
+        "within its length ALiBi loses less than no positions",
         _text("alibi", 1),
         _text("none", 1),
         (2.43, 2.46),
@@ -271,7 +286,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         KAZEMNEJAD,
-        "beyond the length no positions are below RoPE",
+        "beyond, no positions lose less than RoPE",
         _text("none", 2),
         _text("rope", 2),
         (536, 760),
@@ -279,7 +294,7 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     _perplexities(
         KAZEMNEJAD,
-        "beyond the length ALiBi is below no positions",
+        "beyond, ALiBi loses less than no positions",
         _text("alibi", 2),
         _text("none", 2),
         (150, 536),
@@ -287,52 +302,59 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     Statement(
         AL_KHATEEB,
-        "ALiBi with slopes divided by two keeps its loss at twice the length",
-        "the abstract; no number",
+        "half ALiBi's slopes keep its loss at twice the length",
+        "abstract",
+        "no number could be read",
         _text("alibi", 2, "linear"),
         _text("alibi", 1),
         _FLAT,
     ),
     Statement(
         AL_KHATEEB,
-        "divided slopes recall more than plain ALiBi at twice the length",
-        "the abstract; no number",
+        "half ALiBi's slopes recall more at twice the length",
+        "abstract",
+        "no number could be read",
         _recall("alibi", 2),
         _recall("alibi", 2, "linear"),
     ),
     Statement(
         WANG,
-        "beyond the length no positions are below RoPE",
-        "the abstract; no number",
+        "beyond, no positions lose less than RoPE",
+        "abstract",
+        "no number could be read",
         _text("none", 4),
         _text("rope", 4),
     ),
     Statement(
         WANG,
-        "beyond the length no positions recall more than RoPE",
-        "the abstract; no number",
+        "beyond, no positions recall more than RoPE",
+        "abstract",
+        "no number could be read",
         _recall("rope", _BEYOND),
         _recall("none", _BEYOND),
     ),
     Statement(
         WANG,
         "no positions reach an end, too",
-        "the abstract; no number",
+        "abstract",
+        "no number could be read",
         _text("none", 1),
         _text("none", 8),
         -_RISE,
     ),
     Statement(
         WANG,
-        "logits times a constant lower the loss of no positions beyond the length",
-        "a scale of 1.2, the smallest that its scripts try",
+        "logits times 1.2 help the loss of no positions",
+        "abstract",
+        "1.2 is the smallest scale that its scripts try",
         _text("none", 8, SCALE),
         _text("none", 8),
     ),
     Statement(
         WANG,
-        "logits times a constant let no positions recall more beyond the length",
-        "a scale of 1.2, the smallest that its scripts try",
+        "logits times 1.2 help the recall of no positions",
+        "abstract",
+        "1.2 is the smallest scale that its scripts try",
         _recall("none", _BEYOND),
         _recall("none", _BEYOND, SCALE),
     ),

@@ -14,8 +14,9 @@ TASKS = (TEXT, RECALL)
 LENGTH = 256  # tokens
 QUICK_LENGTH = 64
 MULTIPLES = (1, 2, 4, 8)  # of the trained length
-TEXT_STEPS, RECALL_STEPS = 400, 1500
+TEXT_STEPS, RECALL_STEPS = 400, 1200
 QUICK_TEXT_STEPS = 200
+_T5_EXACT, _T5_DISTANCE = 16, 128  # buckets of one distance each; T5's own last bucket
 LEAST_LENGTH = 32  # two excerpts of a repeated segment and four pairs with their queries fit
 
 
@@ -101,13 +102,26 @@ class LabSettings:
     def identity(self, cell: Cell) -> dict[str, Any]:
         """Return everything that a cell's results depend on, as JSON keeps it."""
         samples = self.excerpts if cell.task == TEXT else self.sequences
-        return {
+        identity = {
             **asdict(cell),
             "length": self.length,
             "tests": list(self.tests),
             "steps": self.steps(cell.task),
             "samples": samples,
         }
+        options = encoding_options(cell.encoding, self.length)
+        return {**identity, "options": options} if options else identity
+
+
+def encoding_options(encoding: str, length: int) -> dict[str, Any]:
+    """Return the options of `rope_patch.encode` that depend on the trained length.
+
+    T5's last bucket must begin within that length, as it does in models of this kind: beyond it,
+    a text would be read with biases that were never trained.
+    """
+    if encoding != "t5":
+        return {}
+    return {"max_distance": max(_T5_EXACT + 1, min(_T5_DISTANCE, length // 2))}
 
 
 def encoding_names(text: str) -> tuple[str, ...]:

@@ -74,24 +74,24 @@ def test_statements_agree_disagree_and_stay_open_as_numbers_say():
         }
     )
     found = verdicts(results)
-    assert found["ALiBi reads far beyond its length at no loss"] == AGREES
-    assert found["sinusoidal positions fail at twice the length"] == AGREES
-    assert found["RoPE fails, too, farther out"] == DISAGREES
+    assert found["ALiBi reads 8 times its length at no loss"] == AGREES
+    assert found["sinusoids fail at twice the length"] == AGREES
+    assert found["RoPE fails farther out"] == DISAGREES
     assert found["T5's bias holds at twice the length"] == DISAGREES
-    assert found["within the length ALiBi is below sinusoidal positions"] == DISAGREES
-    assert found["within the length RoPE is below ALiBi"] == AGREES
-    assert found["a learned table is below no positions"] == UNMEASURED
-    assert found["what ALiBi gains is fewer early tokens: the last half is flat"] == UNMEASURED
+    assert found["within its length ALiBi loses less than sinusoids"] == DISAGREES
+    assert found["within its length RoPE loses less than ALiBi"] == AGREES
+    assert found["a learned table loses less than no positions"] == UNMEASURED
+    assert found["ALiBi's last half of windows is flat, too"] == UNMEASURED
 
 
 def test_seeds_that_differ_leave_a_statement_open():
     results = made_up({"rope": {64: 1.6}, "alibi": {64: 1.7}})
-    assert verdicts(results)["within the length RoPE is below ALiBi"] == AGREES
+    assert verdicts(results)["within its length RoPE loses less than ALiBi"] == AGREES
     rope = results.records("text", "rope")
     for record, luck in zip(rope, (-0.3, 0.0, 0.3), strict=True):
         score = record["scores"][0]
         score["loss"] = [loss + luck for loss in score["loss"]]
-    assert verdicts(results)["within the length RoPE is below ALiBi"] == UNCLEAR
+    assert verdicts(results)["within its length RoPE loses less than ALiBi"] == UNCLEAR
 
 
 def test_all_statements_are_measured_by_a_run_of_all_encodings():

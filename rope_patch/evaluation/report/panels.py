@@ -41,7 +41,7 @@ class Line:
         marker: matplotlib's marker; none if empty.
         method: What filters know it by.
         intervals: x, low and high.
-        dashed: Whether it is drawn with dashes.
+        dashes: Points on and off of a dashed line; none of a solid one.
     """
 
     label: str
@@ -50,7 +50,7 @@ class Line:
     marker: str = ""
     method: str = ""
     intervals: list[tuple[float, float, float]] = field(default_factory=list)
-    dashed: bool = False
+    dashes: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ def _draw_line(axes: Axes, panel: Panel, line: Line, roof: float, transform: Any
         look |= {"ls": (0, (1, 2)), "markersize": 9.5, "mfc": "none", "mew": 1.1, "zorder": 4}
     elif not rest:
         look |= {"markersize": 4.5}
-    if line.dashed:
-        look |= {"ls": (0, (4, 2)), "lw": 1.4}
+    if line.dashes is not None:
+        look |= {"ls": (0, line.dashes), "lw": 1.4}
     x = [point[0] for point in line.points]
     y = [min(value, roof) for _, value in line.points]
     artists: list[Any] = axes.plot(

@@ -21,6 +21,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 REFERENCE = "none"
 _COLOURS = ("m0", "m1", "m2", "m3", "m4", "m5", "m6", "m7")
 _MARKERS = ("o", "s", "D", "v", "^", "P", "X", "h")
+_DASHES = ((4.0, 2.0), (1.0, 1.5))  # of an encoding's first extension, and of others
 _QUESTIONS = {
     TEXT: "Loss against length: who reads on beyond the trained length? (lower is better)",
     RECALL: "Recall against length: who finds a value again? (higher is better)",
@@ -78,7 +79,7 @@ def _panel(results: LabResults, task: str, quantity: str, title: str, names: lis
     for name in names:
         key = colour_of(name)
         marker = _MARKERS[_COLOURS.index(key)] if key in _COLOURS else "."
-        for method in results.methods(task, name):
+        for nth, method in enumerate(results.methods(task, name)):
             points, intervals = [], []
             for length in results.tests:
                 if method != PLAIN and length == results.length:
@@ -95,7 +96,8 @@ def _panel(results: LabResults, task: str, quantity: str, title: str, names: lis
             if points:
                 label = f"{name} + {method}" if dashed else name
                 spans = [] if dashed else intervals
-                lines.append(Line(label, key, points, marker, "", spans, dashed))
+                dashes = _DASHES[min(nth, len(_DASHES)) - 1] if dashed else None
+                lines.append(Line(label, key, points, marker, "", spans, dashes))
     return Panel(
         lines,
         results.length,

@@ -47,16 +47,17 @@ def share_cell(interval: Interval | None, *, beyond: bool = False, missing: str 
 
 def difference_text(value: float, *, is_share: bool) -> str:
     """Return a difference with its sign: +0.12 nats, or −4 points."""
-    if is_share:
-        return f"{100 * value:+.0f} points".replace("-", "−")
-    return f"{value:+.2f} nats".replace("-", "−")
+    return f"{_signed(value, is_share)} {'points' if is_share else 'nats'}"
 
 
 def difference_range(interval: Interval, *, is_share: bool) -> str:
     """Return the interval of a difference: −0.02 to +0.05."""
-    low, high = (100 * x if is_share else x for x in (interval.low, interval.high))
-    digits = 0 if is_share else 2
-    return f"{low:+.{digits}f} to {high:+.{digits}f}".replace("-", "−")
+    return f"{_signed(interval.low, is_share)} to {_signed(interval.high, is_share)}"
+
+
+def _signed(value: float, is_share: bool) -> str:
+    text = f"{100 * value:+.0f}" if is_share else f"{value:+.2f}"
+    return text.replace("-", "−") if float(text) else text[1:]
 
 
 def _tip(interval: Interval, span: str) -> str:

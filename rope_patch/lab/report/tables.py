@@ -9,7 +9,7 @@ from rope_patch.evaluation.report.format import NOTHING
 from rope_patch.evaluation.report.table import Cell, Row, Table, length_groups, length_heads
 from rope_patch.lab.interval import seeded_mean
 from rope_patch.lab.measurement import PLAIN
-from rope_patch.lab.published import AGREES, Finding
+from rope_patch.lab.published import Finding
 from rope_patch.lab.report.figure import colour_of
 from rope_patch.lab.report.numbers import (
     difference_range,
@@ -99,24 +99,24 @@ def published_table(findings: Sequence[Finding]) -> Table:
     rows = []
     for finding in findings:
         statement, is_share = finding.statement, finding.statement.first.quantity == RIGHT
-        given = Cell(text=NOTHING, note=statement.numbers)
+        text = NOTHING
         if statement.published is not None:
             text = difference_text(statement.published, is_share=False)
-            given = Cell(text=text, note=statement.numbers)
+        given = Cell(text=text, note=statement.numbers, tip=statement.setting)
         rows.append(
             Row(
                 name=statement.claim,
                 group=statement.paper,
-                cells=[given, _difference_cell(finding.difference, is_share), _verdict(finding)],
+                cells=[_verdict(finding), _difference_cell(finding.difference, is_share), given],
             )
         )
     return Table(
         name="What papers found, and what came out here",
         corner="the statement",
         columns=[
-            Cell(text="the paper", note="difference"),
-            Cell(text="here", note="paired difference and its interval"),
             Cell(text="verdict"),
+            Cell(text="here"),
+            Cell(text="the paper"),
         ],
         rows=rows,
         groups=[],
@@ -133,11 +133,9 @@ def _difference_cell(difference: Interval | None, is_share: bool) -> Cell:
 
 
 def _verdict(finding: Finding) -> Cell:
-    note = ""
     bound = finding.statement.bound
-    if finding.difference is not None and bound and finding.verdict != AGREES:
-        note = f"needs less than {difference_text(bound, is_share=False)}"
-    return Cell(text=finding.verdict, note=note)
+    text = difference_text(bound, is_share=False)
+    return Cell(text=finding.verdict, note=f"bound {text}" if bound else "")
 
 
 def _ranked(results: LabResults, task: str, quantity: str) -> list[str]:

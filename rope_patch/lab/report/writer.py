@@ -109,7 +109,8 @@ def _sections(lab: LabResults, findings: list[Finding]) -> list[Section]:
         Section(
             heading="Beside what papers found",
             notes=[
-                "A statement says that a difference is below a bound, zero unless stated. It "
+                "A statement says that a difference is below a bound, zero unless stated: the "
+                "first less the second thing that it compares, paired by sample and seed. It "
                 "agrees if the whole interval is below, disagrees if the whole interval is above, "
                 "and cannot be told otherwise."
             ],
@@ -168,7 +169,10 @@ def _facts(lab: LabResults, run: Mapping[str, Any]) -> list[tuple[str, str]]:
     seconds = sum(sum(cell["cpu_seconds"].values()) for cell in cells)
     machine = run["hardware"]
     counts = [cell["parameters"] for cell in cells]
-    samples = settings["samples"]
+    samples = {
+        TEXT: f"{settings['samples'][TEXT]} excerpts of {lab.tests[-1]:,} characters",
+        RECALL: f"{settings['samples'][RECALL]} recall sequences",
+    }
     facts = {
         "Model": "Llama, 2 layers, 64 wide, 4 heads (2 of keys), tied embeddings",
         "Parameters": f"{min(counts):,} to {max(counts):,}",
@@ -176,8 +180,7 @@ def _facts(lab: LabResults, run: Mapping[str, Any]) -> list[tuple[str, str]]:
         "Test lengths": ", ".join(f"{n:,}" for n in lab.tests),
         "Steps": ", ".join(f"{task} {count:,}" for task, count in settings["steps"].items()),
         "Seeds": ", ".join(map(str, range(lab.seeds))),
-        "Samples a length": f"{samples['text']} excerpts of {lab.tests[-1]:,} characters; "
-        f"{samples['recall']} recall sequences",
+        "Samples a length": "; ".join(samples[task] for task in lab.tasks),
         "CPU time": f"{seconds / 60:.0f} min, one thread a cell",
         "Hardware": f"{machine['cpu']}, {machine['cores']} cores",
         "Versions": ", ".join(f"{name} {text}" for name, text in run["versions"].items()),
@@ -192,6 +195,7 @@ def _finding_record(finding: Finding) -> dict[str, Any]:
         "paper": statement.paper,
         "claim": statement.claim,
         "numbers": statement.numbers,
+        "setting": statement.setting,
         "published": statement.published,
         "bound": statement.bound,
         "difference": None

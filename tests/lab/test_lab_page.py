@@ -1,0 +1,38 @@
+"""Test that docs/lab.md and its report show what eval/results/lab holds."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from rope_patch.lab.report.writer import write_report
+from rope_patch.utils.checksums import verify_checksum
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "generate" / "lab.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("lab_page", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_page_is_up_to_date(script):
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert page == script.build(page), (
+        "docs/lab.md is not what eval/results/lab holds: run python docs/generate/lab.py and look "
+        "at what changed"
+    )
+
+
+def test_published_report_is_rendered_from_its_own_json(script, tmp_path):
+    path = script.RESULTS / "report.json"
+    results = verify_checksum(path.read_bytes(), path.name)
+    write_report(results, tmp_path)
+    written = (tmp_path / "report.json").read_bytes()
+    assert verify_checksum(written, "report.json") == results
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == (
+        script.RESULTS / "report.md"
+    ).read_text(encoding="utf-8")
