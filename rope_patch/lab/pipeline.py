@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -93,7 +94,7 @@ def _results(
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     with context.Manager() as manager, contextlib.ExitStack() as stack:
         queue = manager.Queue()
-        pool = ProcessPoolExecutor(processes, context)
+        pool = ProcessPoolExecutor(processes, context, initializer=_end_on_interrupt)
         # On an error or Ctrl-C, cells that have not begun are dropped.
         stack.callback(pool.shutdown, cancel_futures=True)
         futures = {
@@ -109,6 +110,11 @@ def _results(
                 cell = futures.pop(future)
                 bar.set_postfix_str(cell.key, refresh=False)
                 yield cell, future.result()
+
+
+def _end_on_interrupt() -> None:
+    """Have Ctrl-C end this process at once and silently: its cell has a checkpoint."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _run_reporting(

@@ -1,7 +1,12 @@
 """Test `rope-patch lab`: its report, that it continues, and its errors."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from helpers.commands import run_in_this_process
@@ -92,3 +97,27 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, words, message):
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_processes_in_one_line(tmp_path):
+    words = ("lab", "--encodings", "none,rope", "--tasks", "text", "--length", "32", "--test", "32")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rope_patch", *words, "--steps", "5000", "--processes", "2"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline = time.monotonic() + 300
+    while len(list(tmp_path.glob("out/lab/checkpoints/*.pt"))) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (130, "")
+    assert stderr.splitlines()[-1] == "stopped; the same command continues from here"
+    assert "Traceback" not in stderr
