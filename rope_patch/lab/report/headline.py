@@ -66,7 +66,7 @@ def _recall(results: LabResults) -> list[str]:
     if not results.measured(RECALL):
         return []
     if not clear:
-        return [f"At {longest:,} tokens no encoding recalls more than a guess."]
+        return [f"At {longest:,} tokens no encoding is shown to recall more than a guess does."]
     return [f"At {longest:,} tokens {_join([text for _, text in sorted(clear)])} are recalled."]
 
 
