@@ -14,7 +14,6 @@ from rope_patch.lab.report.headline import headline
 from rope_patch.lab.report.tables import length_table, published_table
 from rope_patch.lab.results import LOSS, RIGHT, LabResults
 from rope_patch.lab.settings import RECALL, TEXT
-from rope_patch.utils.checksums import verify_checksum
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results" / "lab"
@@ -30,8 +29,7 @@ _TASKS = {
 
 def build(page: str) -> str:
     """Return the page with the results below its mark."""
-    path = RESULTS / "report.json"
-    results = LabResults(verify_checksum(path.read_bytes(), path.name))
+    results = LabResults.load(RESULTS / "report.json")
     findings = compare(results)
     parts = [headline(results, findings)]
     for task, (heading, quantity, name, alt) in _TASKS.items():

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rope_patch.lab.interval import Scores
 from rope_patch.lab.measurement import PLAIN
+from rope_patch.lab.results_schema import FORMAT
 from rope_patch.lab.settings import RECALL, TEXT
+from rope_patch.utils.checksums import unseal
 
 LOSS, LAST_HALF, RIGHT, BY_POSITION = "loss", "last_half", "right", "by_position"
 
@@ -57,6 +60,25 @@ class LabResults:
         for record in results["cells"]:
             cell = record["cell"]
             self._cells.setdefault((cell["task"], cell["encoding"]), []).append(record)
+
+    @classmethod
+    def load(cls, path: Path) -> LabResults:
+        """Return the results in the `report.json` of a lab run.
+
+        Args:
+            path: The file.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: It is no such file, of another version, or changed after it was written.
+        """
+        try:
+            body = unseal(path.read_bytes(), format=FORMAT)
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is no report.json of rope-patch lab in the format {FORMAT}: {error}"
+            ) from error
+        return cls({key: value for key, value in body.items() if key != "format"})
 
     def records(self, task: str, encoding: str) -> list[Any]:
         """Return the cells of an encoding, a record a seed; empty if it was not measured."""

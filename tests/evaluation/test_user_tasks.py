@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from helpers.commands import run_in_this_process
 from helpers.evaluations import TINY
+from helpers.schema import problems
 from helpers.user_tasks import write_tasks
 from scipy.stats import sem, t
-from test_results_schema import problems
 
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.results_schema import RunRecord

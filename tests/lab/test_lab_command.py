@@ -10,8 +10,10 @@ import time
 
 import pytest
 from helpers.commands import run_in_this_process
+from helpers.schema import problems
 
-from rope_patch.utils.checksums import verify_checksum
+from rope_patch.lab.results import LabResults
+from rope_patch.lab.results_schema import LabRecord
 
 WORDS = ("lab", "--encodings", "none,learned", "--length", "32", "--test", "32,64")
 WORDS = (*WORDS, "--steps", "text=4,recall=3", "--processes", "1")
@@ -38,7 +40,7 @@ def test_the_report_is_one_page_in_light_and_dark(folder):
 
 
 def test_numbers_of_the_page_are_those_of_the_json(folder):
-    results = verify_checksum((folder / "report.json").read_bytes(), "report.json")
+    results = LabResults.load(folder / "report.json").results
     cells = {(c["cell"]["task"], c["cell"]["encoding"]): c for c in results["cells"]}
     assert cells.keys() == {(t, e) for t in ("text", "recall") for e in ("none", "learned")}
     score = cells["text", "none"]["scores"][0]
@@ -48,6 +50,22 @@ def test_numbers_of_the_page_are_those_of_the_json(folder):
     row = next(line for line in page.splitlines() if line.startswith("| none |"))
     assert row.split(" | ")[1].startswith(mean)
     assert mean in (folder / "stdout").read_text()
+
+
+def test_the_json_is_what_the_schema_says_and_other_files_are_refused(folder, tmp_path):
+    path = folder / "report.json"
+    assert list(problems(LabResults.load(path).results, LabRecord)) == []
+    other = tmp_path / "report.json"
+    other.write_bytes(path.read_bytes().replace(b'"seed": 0', b'"seed": 1', 1))
+    with pytest.raises(ValueError, match="its digest differs"):
+        LabResults.load(other)
+    other.write_text("{}")
+    with pytest.raises(ValueError, match=r"no report\.json of rope-patch lab"):
+        LabResults.load(other)
+    result = run_in_this_process("report", folder, "--out", tmp_path / "out")
+    assert result.returncode != 0
+    assert "is not a report of rope-patch eval" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_same_command_trains_nothing_again_and_more_encodings_add_to_it(folder):

@@ -15,10 +15,11 @@ from rope_patch.lab.report.figure import draw_length_figure
 from rope_patch.lab.report.headline import headline
 from rope_patch.lab.report.tables import length_table, position_table, published_table
 from rope_patch.lab.results import LAST_HALF, LOSS, RIGHT, LabResults
+from rope_patch.lab.results_schema import FORMAT, FindingRecord
 from rope_patch.lab.settings import RECALL, TEXT
 from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
-from rope_patch.utils.checksums import add_checksum
+from rope_patch.utils.checksums import json_safe, seal
 
 _LIMITS = (
     "Numbers below others are 95% intervals. They hold for samples drawn like these and, with "
@@ -59,8 +60,9 @@ def write_report(
     page = _page(lab, findings, parts)
     pictures = [part.picture for part in parts if part.picture is not None]
     files = {f"figures/{picture.name}.png": picture.png for picture in pictures}
-    body = {**results, "published": [_finding_record(finding) for finding in findings]}
-    files["report.json"] = to_json(add_checksum(body)).encode()
+    published = [_finding_record(finding) for finding in findings]
+    body = json_safe({**results, "published": published, "format": FORMAT})
+    files["report.json"] = to_json(seal(body)).encode()
     files["report.md"] = render(TEMPLATES / "report.md.jinja", page).encode()
     files["report.html"] = render(TEMPLATES / "report.html", page).encode()
     atomic_files.require_writable_folder(folder, "the report")
@@ -189,7 +191,7 @@ def _facts(lab: LabResults, run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(key, one_line(value)) for key, value in facts.items()]
 
 
-def _finding_record(finding: Finding) -> dict[str, Any]:
+def _finding_record(finding: Finding) -> FindingRecord:
     statement, difference = finding.statement, finding.difference
     return {
         "paper": statement.paper,
