@@ -8,11 +8,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch.exporting.result import Export
-from rope_patch.patching.architecture.rotary_modules import rotation_refusal
 from rope_patch.patching.encodings.handle import EncodingPatch, current_encoding
 from rope_patch.patching.encodings.plan import find_sites
 from rope_patch.patching.encodings.probe import UnknownEncoding, transformers_model
 from rope_patch.patching.encodings.site import Site
+from rope_patch.patching.replacement.encoding import find_encoding
+from rope_patch.patching.replacement.extension import rotation_refusal
 from rope_patch.pretrained.loading import empty_model
 from rope_patch.utils.errors import Refused
 
@@ -31,7 +32,16 @@ def export_encoding(model_or_config: Any, engine: str) -> Export | None:
         if getattr(model.get_text_config(decoder=True), "rope_parameters", None):
             return None
         model = empty_model(type(model).__name__, model, any_kind=True)
-    if not isinstance(model, nn.Module) or rotation_refusal(model) is None:
+    if not isinstance(model, nn.Module):
+        return None
+    encoding = find_encoding(model)
+    if encoding is not None and encoding.name != "rope":  # the config says that one
+        raise Refused(
+            f"{engine} has no form for the encoding {encoding.name!r}, which rope_patch.encode "
+            "gave the model: expected a model with its class's own encoding; serve this one with "
+            "transformers and rope_patch.load"
+        )
+    if rotation_refusal(model) is None:
         return None
     try:
         _, inner = transformers_model(model)
