@@ -41,6 +41,17 @@ def test_a_saved_model_loads_to_the_same_bits(name, options, tmp_path):
     assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
 
 
+@pytest.mark.parametrize("name", ["xpos", "rnope", "rope"])
+def test_an_encoding_that_replaced_another_is_saved_alone(name, tmp_path):
+    """What the config said of the first encoding must not come back with the second one."""
+    model, expected = encoded("rope", {"base": 50.0}), encoded(name, {})
+    encoded(name, {}, model)
+    assert torch.equal(logits(model, tokens()), logits(expected, tokens()))
+    rope_patch.save(model, tmp_path)
+    loaded = rope_patch.load(tmp_path)
+    assert torch.equal(logits(loaded, tokens()), logits(expected, tokens()))
+
+
 @pytest.mark.parametrize(("name", "options", "method", "arguments"), EXTENDED)
 def test_an_extension_is_saved_with_it(name, options, method, arguments, tmp_path):
     model = encoded(name, options)
