@@ -81,7 +81,8 @@ class FixedTable(AbsoluteEncoding):
 
     def _scale_text(self) -> str:
         trained = "trained" if self.scale.requires_grad else "fixed"
-        return f"scale {self.scale.item():.4g}, {trained}"
+        value = "without weights" if self.scale.is_meta else f"{self.scale.item():.4g}"
+        return f"scale {value}, {trained}"
 
 
 @register_encoding("integer")
