@@ -159,7 +159,8 @@ def _descriptions(lab: LabResults) -> list[str]:
     for task in lab.tasks:
         for name in lab.measured(task):
             record = lab.records(task, name)[0]
-            first, *_, last = record["training_loss"]
+            losses = record["training_loss"]
+            first, last = losses[0], losses[-1]  # the same of a single step
             about = record["encoding"]
             lines.append(f"{name}, {task}: {about}; training loss {first:.2f} to {last:.2f}")
     return lines
