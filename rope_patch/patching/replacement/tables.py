@@ -11,7 +11,7 @@ from torch import nn
 
 from rope_patch.encodings.counted import digit_count, digit_table, integer_table, normalised_table
 from rope_patch.encodings.learned import STRETCHES
-from rope_patch.encodings.sinusoidal import LAYOUTS, sinusoidal_table
+from rope_patch.encodings.sinusoidal import LAYOUTS, ntk_base, sinusoidal_table
 from rope_patch.patching.encodings.probe import TableSighting
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.encodings.table import LearnedTableSite
@@ -201,8 +201,7 @@ class SinusoidalTable(FixedTable):
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
         base = self.base
         if self.stretch is not None and self.stretch.method == "ntk":
-            # The slowest wavelength grows by the factor, and the fastest stays.
-            base *= self.stretch.factor ** (self.width / (self.width - 2))
+            base = ntk_base(base, self.stretch.factor, self.width)
         return sinusoidal_table(self.squeezed(positions), self.width, base=base, layout=self.layout)
 
     def describe(self) -> str:
@@ -228,15 +227,27 @@ class LearnedTable(AbsoluteEncoding):
         nn.init.normal_(self.table.weight, std=shape.spread)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.table(positions)
+
+    def require_known(self, positions: torch.Tensor, slots: int | None) -> None:
+        """Raise if positions lie beyond the table.
+
+        Elsewhere than on a CPU, positions are not read where the cache's slots are within the
+        table, as counted positions then are, too; torch stops at others by itself, without advice.
+
+        Raises:
+            ValueError: They do; says how many rows there are, and what has more.
+        """
         rows = self.table.num_embeddings
-        last = 0 if torch.compiler.is_compiling() else int(positions.max())
+        if slots is not None and slots <= rows and positions.device.type != "cpu":
+            return
+        last = int(positions.max())
         if last >= rows:
             raise Refused(
                 f"position {last:,} lies beyond the {rows:,} rows of the learned table: expected a "
                 f"shorter text, or a stretched table (rope_patch.patch(model, 'linear', "
                 f"length={last + 1}); also {', '.join(STRETCHES[1:])})"
             )
-        return self.table(positions)
 
     def sites(self, name: str) -> Sequence[Site]:
         table = f"{name}.table"
