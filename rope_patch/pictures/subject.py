@@ -100,16 +100,11 @@ def bucket_table(site: BucketsSite) -> tuple[torch.Tensor, dict[str, Any]]:
     Raises:
         ValueError: The model has no weights.
     """
-    owner: Any = site.module
-    table = next(child for child in owner.children() if isinstance(child, nn.Embedding)).weight
+    children = site.module.children()
+    table = next(child for child in children if isinstance(child, nn.Embedding)).weight
     if table.is_meta:
         raise Refused(_NO_WEIGHTS)
-    settings = {
-        "bidirectional": not owner.is_decoder,
-        "buckets": owner.relative_attention_num_buckets,
-        "max_distance": owner.relative_attention_max_distance,
-    }
-    return table.detach().double().cpu(), settings
+    return table.detach().double().cpu(), site.settings
 
 
 def _path(model: Any) -> str:

@@ -13,6 +13,14 @@ from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.undo_log import UndoLog
 
 FUNCTION = "_relative_position_bucket"
+MAX_DISTANCE = "relative_attention_max_distance"  # of T5's configs and attentions
+
+
+def owns_buckets(module: nn.Module) -> bool:
+    """Return whether a module has a table of biases by bucket; attentions without one read none."""
+    return hasattr(module, MAX_DISTANCE) and any(
+        isinstance(child, nn.Embedding) for child in module.children()
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +43,7 @@ class BucketsSite(Site):
     )
 
     function: ClassVar[str] = FUNCTION  # of the module, which a patch wraps
-    limit: ClassVar[str] = "relative_attention_max_distance"
+    limit: ClassVar[str] = MAX_DISTANCE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_distance", self.settings["max_distance"])

@@ -19,7 +19,7 @@ from rope_patch.patching.replacement.encoding import (
 from rope_patch.patching.replacement.hooks import (
     AttentionHook,
     PositionsHook,
-    SharedBiases,
+    SharedTensors,
     TableHook,
 )
 from rope_patch.patching.undo_log import UndoLog
@@ -86,7 +86,7 @@ class EncodedModel:
     def apply(self) -> None:
         """Change the decoder; restore it if any step fails."""
         decoder: Any = self.decoder
-        encoding, log, shared = self.encoding, self._undo_log, SharedBiases()
+        encoding, log, shared = self.encoding, self._undo_log, SharedTensors()
         encoding.handle = self
         self.original_rope_parameters = copy.deepcopy(decoder.config.rope_parameters)
         try:

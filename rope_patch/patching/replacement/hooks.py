@@ -24,18 +24,32 @@ _ROTATION = "position_embeddings"
 _TAKES_POSITIONS: dict[Any, bool] = {}  # by class of caches
 
 
-class SharedBiases:
+class SharedTensors:
     """What a forward of a decoder has computed for one layer and the others use, too, by thread."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     @property
-    def found(self) -> dict[Any, tuple[Any, torch.Tensor]]:
-        """Return masks with their bias by shape and mask, beside the mask that was given."""
+    def found(self) -> dict[Any, tuple[Any, Any]]:
+        """Return masks with their bias, and rotations by angle 0, beside what was given, by its id.
+
+        What was given is kept, because its id would else be that of another tensor later.
+        """
         if not hasattr(self._local, "found"):
             self._local.found = {}
         return self._local.found
+
+    def no_rotation(
+        self, cosines: torch.Tensor, sines: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of angle 0, in the shape of those given."""
+        if torch.compiler.is_compiling():
+            return torch.ones_like(cosines), torch.zeros_like(sines)
+        if id(cosines) not in self.found:
+            still = torch.ones_like(cosines), torch.zeros_like(sines)
+            self.found[id(cosines)] = cosines, still
+        return self.found[id(cosines)][1]
 
     def forget(self, *_: Any) -> None:
         """Forget everything (hook before and after the decoder)."""
@@ -53,11 +67,12 @@ class AttentionHook:
 
     Attributes:
         encoding: The decoder's encoding.
-        layer: The layer's index.
-        shared: The biases of the present forward.
+        layer: The layer around the attention.
+        index: The layer's index.
+        shared: What the layers of the present forward share.
     """
 
-    def __init__(self, encoding: Encoding, layer: nn.Module, index: int, shared: SharedBiases):
+    def __init__(self, encoding: Encoding, layer: nn.Module, index: int, shared: SharedTensors):
         self.encoding = encoding
         self.layer = layer
         self.index = index
@@ -70,8 +85,7 @@ class AttentionHook:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         kwargs = dict(kwargs)
         if not self.encoding.rotates(self.index):
-            cosines, sines = kwargs[_ROTATION]
-            kwargs[_ROTATION] = torch.ones_like(cosines), torch.zeros_like(sines)
+            kwargs[_ROTATION] = self.shared.no_rotation(*kwargs[_ROTATION])
         if isinstance(self.encoding, BiasEncoding):
             require_implementation(self.encoding, implementation)
             if implementation in BY_BIAS:
@@ -119,7 +133,6 @@ class AttentionHook:
         key = (*shape, id(mask), id(positions), hidden.device)
         found = self.shared.found
         if key not in found:
-            # With the mask, whose identity would else be given to another one.
             found[key] = (mask, positions), compute(slots.span(hidden.device, positions))
         return found[key][1]
 
