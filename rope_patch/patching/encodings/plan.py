@@ -71,7 +71,10 @@ def find_sites(model: PreTrainedModel) -> list[Site]:
         name = next(name for name, module in model.named_modules() if module is encoding)
         if sites := list(encoding.sites(name)):
             return sites
-        raise UnknownEncoding(f"the encoding {encoding.name!r} has nothing to stretch")
+        raise UnknownEncoding(
+            f"the encoding {encoding.name!r} has no table, slopes or buckets to stretch: expected "
+            "alibi, t5, learned, sinusoidal, integer or normalised"
+        )
     if reason := refusal_reason(model):
         raise Refused(f"{type(model).__name__} is not extended: {reason}")
     sightings = probe(model)
