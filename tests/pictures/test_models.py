@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 from helpers.commands import run_in_this_process
-from helpers.encoded_models import llama
 from helpers.encoding_models import LENGTH, encoding_model
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -109,9 +109,9 @@ class BucketsSite(Site):
             undo_log.set(self.module, self.limit, largest)
             return
         own = getattr(self.module, self.function)
-        undo_log.set(self.module, self.function, self.squeezed(stretch, own))
+        undo_log.set(self.module, self.function, self.replacement(stretch, own))
 
-    def squeezed(self, stretch: Stretch, own: Any) -> Any:
+    def replacement(self, stretch: Stretch, own: Any) -> Any:
         """Return what replaces the module's own function."""
         return SqueezedBuckets(self, stretch, own)
 
@@ -123,7 +123,7 @@ class InputBucketsSite(BucketsSite):
     function: ClassVar[str] = "prepare_input"
     limit: ClassVar[str] = "max_distance"
 
-    def squeezed(self, stretch: Stretch, own: Any) -> Any:
+    def replacement(self, stretch: Stretch, own: Any) -> Any:
         """Return what replaces the module's own function."""
         return SqueezedDistances(self, stretch, own)
 

@@ -159,12 +159,12 @@ class SlopeHook:
             factor = stretch.factor_at(tokens)
             is_longer = factor > 1
         scales = site.scales(stretch, factor, bias.device).float()
-        is_folded = key_mask is not None and key_mask.allowed.shape[1] == site.heads > 1
+        is_folded = key_mask is not None and key_mask.visible.shape[1] == site.heads > 1
         exact = bias.dtype in _HALF or is_folded if stretch.exact is None else stretch.exact
         if key_mask is None or not exact or site.from_end:
             changes[site.argument] = _scaled(bias, scales)
             if key_mask is not None and is_folded:
-                changes[_MASK] = torch.where(key_mask.allowed, _scaled(mask, scales), mask)
+                changes[_MASK] = torch.where(key_mask.visible, _scaled(mask, scales), mask)
             return changes
         slopes = device_slopes(site.heads, bias.device).float() * scales
         if is_folded:
@@ -192,7 +192,7 @@ class SlopeHook:
         times = (1 if is_fused else 2) / math.sqrt(self.site.head_dim)
         built = key_mask.exact_bias(slopes * times, mask.dtype)
         return {
-            _MASK: torch.where(key_mask.allowed, built, mask),
+            _MASK: torch.where(key_mask.visible, built, mask),
             argument: torch.zeros_like(bias),
         }
 

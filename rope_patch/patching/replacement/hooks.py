@@ -31,14 +31,14 @@ class SharedTensors:
         self._local = threading.local()
 
     @property
-    def found(self) -> dict[Any, tuple[Any, Any]]:
+    def entries(self) -> dict[Any, tuple[Any, Any]]:
         """Return masks with their bias, and rotations by angle 0, beside what was given, by its id.
 
         What was given is kept, because its id would else be that of another tensor later.
         """
-        if not hasattr(self._local, "found"):
-            self._local.found = {}
-        return self._local.found
+        if not hasattr(self._local, "entries"):
+            self._local.entries = {}
+        return self._local.entries
 
     def no_rotation(
         self, cosines: torch.Tensor, sines: torch.Tensor
@@ -46,14 +46,14 @@ class SharedTensors:
         """Return cosines and sines of angle 0, in the shape of those given."""
         if torch.compiler.is_compiling():
             return torch.ones_like(cosines), torch.zeros_like(sines)
-        if id(cosines) not in self.found:
+        if id(cosines) not in self.entries:
             still = torch.ones_like(cosines), torch.zeros_like(sines)
-            self.found[id(cosines)] = cosines, still
-        return self.found[id(cosines)][1]
+            self.entries[id(cosines)] = cosines, still
+        return self.entries[id(cosines)][1]
 
     def forget(self, *_: Any) -> None:
         """Forget everything (hook before and after the decoder)."""
-        self.found.clear()
+        self.entries.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -131,10 +131,10 @@ class AttentionHook:
             return compute(slots.span(hidden.device, positions))
         shape = (slots.queries, slots.keys, slots.first_key)
         key = (*shape, id(mask), id(positions), hidden.device)
-        found = self.shared.found
-        if key not in found:
-            found[key] = (mask, positions), compute(slots.span(hidden.device, positions))
-        return found[key][1]
+        entries = self.shared.entries
+        if key not in entries:
+            entries[key] = (mask, positions), compute(slots.span(hidden.device, positions))
+        return entries[key][1]
 
 
 class TableHook:

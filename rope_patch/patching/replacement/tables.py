@@ -70,8 +70,8 @@ class FixedTable(AbsoluteEncoding):
         """Return the unscaled vectors of positions `[N]`, `[N, D]`."""
         raise NotImplementedError
 
-    def squeezed(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return positions, divided by the factor under the method `linear`."""
+    def read_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return where the formula is read: at positions divided by the factor of `linear`."""
         if self.stretch is None or self.stretch.method != "linear":
             return positions
         return positions.double() / self.stretch.factor
@@ -97,7 +97,7 @@ class IntegerTable(FixedTable):
         super().__init__(shape, scale, train_scale)
 
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
-        return integer_table(self.squeezed(positions), self.width)
+        return integer_table(self.read_positions(positions), self.width)
 
     def describe(self) -> str:
         return f"every component of an embedding gets its position ({self._scale_text()})"
@@ -122,7 +122,7 @@ class NormalisedTable(FixedTable):
         require_count("length", self.length)
 
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
-        return normalised_table(self.squeezed(positions), self.width, self.length)
+        return normalised_table(self.read_positions(positions), self.width, self.length)
 
     def describe(self) -> str:
         return (
@@ -202,7 +202,9 @@ class SinusoidalTable(FixedTable):
         base = self.base
         if self.stretch is not None and self.stretch.method == "ntk":
             base = ntk_base(base, self.stretch.factor, self.width)
-        return sinusoidal_table(self.squeezed(positions), self.width, base=base, layout=self.layout)
+        return sinusoidal_table(
+            self.read_positions(positions), self.width, base=base, layout=self.layout
+        )
 
     def describe(self) -> str:
         return (
