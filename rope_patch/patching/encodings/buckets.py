@@ -64,6 +64,11 @@ class BucketsSite(Site):
         settings = self.settings
         return exact_distances(settings["buckets"], bidirectional=settings["bidirectional"])
 
+    @property
+    def least_length(self) -> int:
+        """Return the shortest trained length whose farthest distance shares its bucket."""
+        return self.exact + 1
+
     def trained_length(self, config: Any) -> int | None:
         """Return T5's `n_positions`, which checkpoints state and no code reads."""
         length = getattr(config, "n_positions", None)
@@ -148,6 +153,11 @@ class BlockBucketsSite(BucketsSite):
     def exact(self) -> int:
         """Return how many tokens have distances with a bucket of their own."""
         return super().exact * self._block
+
+    @property
+    def least_length(self) -> int:
+        """Return the shortest trained length whose farthest block shares its bucket."""
+        return self.exact + self._block
 
     def in_blocks(self, stretch: Stretch) -> Stretch:
         """Return a stretch with lengths in blocks."""

@@ -105,7 +105,11 @@ class IntegerTable(FixedTable):
 
 @register_encoding("normalised")
 class NormalisedTable(FixedTable):
-    """The position divided by a length that stays, in every component."""
+    """The position divided by a length that stays, in every component.
+
+    Attributes:
+        divisor: The option `length`; the config's longest text unless given.
+    """
 
     methods = ("linear",)
 
@@ -118,15 +122,15 @@ class NormalisedTable(FixedTable):
         train_scale: bool = True,
     ) -> None:
         super().__init__(shape, scale, train_scale)
-        self.length = shape.length if length is None else length
-        require_count("length", self.length)
+        self.divisor = shape.length if length is None else length
+        require_count("length", self.divisor)
 
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
-        return normalised_table(self.read_positions(positions), self.width, self.length)
+        return normalised_table(self.read_positions(positions), self.width, self.divisor)
 
     def describe(self) -> str:
         return (
-            f"every component of an embedding gets its position / {self.length:,} "
+            f"every component of an embedding gets its position / {self.divisor:,} "
             f"({self._scale_text()})"
         )
 
@@ -265,7 +269,7 @@ class FixedTableSite(Site):
     """A formula's table, read at squeezed positions.
 
     Attributes:
-        length: Tokens of pretraining.
+        length: Tokens of the longest text that the config stated when the model was encoded.
     """
 
     length: int
@@ -274,7 +278,7 @@ class FixedTableSite(Site):
     methods: ClassVar[tuple[str, ...]] = ("linear",)
 
     def trained_length(self, config: Any) -> int:
-        """Return the encoding's length."""
+        """Return the length that the config stated."""
         return self.length
 
     def changes(self, stretch: Stretch) -> bool:
