@@ -9,11 +9,11 @@ import shutil
 from pathlib import Path
 
 from rope_patch.evaluation.report.table import Cell, Table
-from rope_patch.lab.published import compare
 from rope_patch.lab.report.headline import headline
 from rope_patch.lab.report.tables import length_table, published_table
 from rope_patch.lab.results import LOSS, RIGHT, LabResults
 from rope_patch.lab.settings import RECALL, TEXT
+from rope_patch.lab.statements import compare
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results" / "lab"
@@ -33,7 +33,7 @@ def build(page: str) -> str:
     findings = compare(results)
     parts = [headline(results, findings)]
     for task, (heading, quantity, name, alt) in _TASKS.items():
-        if results.measured(task):
+        if results.encodings_of(task):
             table = length_table(results, task, quantity, name)
             parts += [
                 f"### {heading}",

@@ -68,7 +68,7 @@ def export(
     """
     from rope_patch import patch
     from rope_patch.exporting import export, require_engine, write_folder
-    from rope_patch.patching.architecture.rotary_modules import rotation_refusal
+    from rope_patch.patching.replacement.extension import rotation_refusal
     from rope_patch.pretrained import demo
     from rope_patch.searching.result.artifacts import export_for
     from rope_patch.searching.result.search_result import SearchResult

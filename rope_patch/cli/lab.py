@@ -29,7 +29,10 @@ def lab(
             "times that if left out."
         ),
     ] = None,
-    tasks: Annotated[str, typer.Option(help="text, recall or both, by commas.")] = "text,recall",
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="text, recall or both, by commas.  [default: both; text with --quick]"),
+    ] = None,
     steps: Annotated[
         str | None,
         typer.Option(
@@ -41,7 +44,10 @@ def lab(
         int, typer.Option(help="Trainings of each encoding on each task; 3 for a table to publish.")
     ] = 1,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Text alone, trained on 64 tokens for 200 steps.")
+        bool,
+        typer.Option(
+            "--quick", help="Text alone, 64 tokens and 200 steps, unless you name others."
+        ),
     ] = False,
     processes: Annotated[
         int | None,
@@ -71,12 +77,11 @@ def lab(
         from rope_patch.lab.report.writer import write_report
     from rope_patch.lab.pipeline import run_lab
 
-    chosen = split_commas(tasks)
     text_steps, recall_steps = _steps(steps, quick)
     default_length = lab_settings.QUICK_LENGTH if quick else lab_settings.LENGTH
     settings = lab_settings.LabSettings(
         encodings=lab_settings.encoding_names(encodings),
-        tasks=("text",) if quick else tuple(chosen),
+        tasks=tuple(split_commas(tasks or ("text" if quick else "text,recall"))),
         length=default_length if length is None else length,
         tests=() if test is None else tuple(_lengths(test)),
         text_steps=text_steps,

@@ -12,6 +12,8 @@ from rope_patch.patching import check_encoding
 from rope_patch.patching.encodings.handle import current_encoding
 from rope_patch.patching.encodings.plan import find_sites
 from rope_patch.patching.encodings.probe import UnknownEncoding, transformers_model
+from rope_patch.patching.replacement.encoding import find_encoding
+from rope_patch.patching.replacement.extension import rotation_refusal
 from rope_patch.pretrained.encoding_checkpoint import is_encoding_sidecar
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.notebook import text_html
@@ -21,12 +23,19 @@ if TYPE_CHECKING:
 
 _KINDS = {
     "learned": "a learned table",
+    "counted": "a formula's table, read at any position",
     "sinusoidal": "a sinusoidal table",
     "alibi": "ALiBi, a bias that falls with distance by another slope in each head",
     "t5": "T5's buckets of distances, each with a learned bias",
 }
 # What keeps near positions and interpolates far ones, where the encoding has such a method.
-_DEFAULTS = {"learned": "linear", "sinusoidal": "linear", "alibi": "ntk", "t5": "log-tail"}
+_DEFAULTS = {
+    "learned": "linear",
+    "counted": "linear",
+    "sinusoidal": "linear",
+    "alibi": "ntk",
+    "t5": "log-tail",
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class SiteFacts:
     Attributes:
         name: Its module.
         part: "encoder" or "decoder".
-        kind: "learned", "sinusoidal", "alibi" or "t5".
+        kind: "learned", "counted", "sinusoidal", "alibi" or "t5".
         trained_length: Tokens of pretraining; None if neither a table nor the config says them.
         methods: What extends it.
     """
@@ -116,14 +125,26 @@ def diagnose_encoding(subject: Subject, extension: Extension) -> EncodingDiagnos
     """Return the diagnosis of a model that does not rotate; None if it shows no encoding.
 
     Raises:
-        ValueError: The request cannot be met.
+        ValueError: The request cannot be met, or `rope_patch.encode` gave the model an encoding
+            that nothing extends.
     """
-    if subject.model is None or subject.rotaries:
+    if subject.model is None:
+        return None
+    encoding = find_encoding(subject.model)
+    if encoding is not None and encoding.name == "none":
+        raise Refused(
+            "the model has no positions (rope_patch.encode): expected one that has; its attention "
+            "can be sharpened, as by rope_patch.patch(model, 'nope', temperature='log-n')"
+        )
+    refusal = rotation_refusal(subject.model)
+    if refusal is None:
         return None
     try:
         _, model = transformers_model(subject.model)
         sites = find_sites(model)
     except UnknownEncoding:
+        if encoding is not None:
+            raise refusal from None
         return None
     if not sites:
         return None

@@ -85,7 +85,7 @@ def diagnose(
 
 def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis | EncodingDiagnosis:
     """Diagnose an opened subject; see `diagnose`."""
-    if not subject.rotaries and (encoding := diagnose_encoding(subject, extension)):
+    if encoding := diagnose_encoding(subject, extension):
         return encoding
     trained_length = extension.trained_length
     if trained_length is not None:

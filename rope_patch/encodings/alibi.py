@@ -6,6 +6,21 @@ import math
 
 import torch
 
+_COPIES: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+def device_slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """Return `alibi_slopes` on a device, `[heads]` float64; do not change them.
+
+    They are copied once and kept, because a copy in each forward would wait for the device.
+    """
+    if device.type == "cpu" or torch.compiler.is_compiling():  # a graph has them as constants
+        return alibi_slopes(heads).to(device)
+    if (heads, device) not in _COPIES:
+        with torch.inference_mode(False):  # else no later training could use them
+            _COPIES[heads, device] = alibi_slopes(heads).to(device)
+    return _COPIES[heads, device]
+
 
 def alibi_slopes(heads: int) -> torch.Tensor:
     """Return each head's slope, `[heads]` float64.

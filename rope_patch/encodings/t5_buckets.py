@@ -34,14 +34,19 @@ def t5_bucket(
     if bidirectional:
         buckets //= 2
         offset, distance = (relative > 0) * buckets, relative.abs()
-    exact = buckets // 2
+    exact = exact_distances(buckets)
     growth = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
     far = (exact + (growth * (buckets - exact)).long()).clamp(max=buckets - 1)
     return offset + torch.where(distance < exact, distance, far)
 
 
+def exact_distances(buckets: int, *, bidirectional: bool = False) -> int:
+    """Return how many distances of a direction have a bucket of their own: half of its buckets."""
+    return buckets // (4 if bidirectional else 2)
+
+
 def squeeze_tail(
-    distances: torch.Tensor, *, trained: int, length: int, exact: int = 16
+    distances: torch.Tensor, *, trained: int, length: int | torch.Tensor, exact: int = 16
 ) -> torch.Tensor:
     """Return distances of which near ones stay and far ones move into the trained ones.
 
@@ -51,16 +56,20 @@ def squeeze_tail(
     Args:
         distances: Whole numbers from 0, of any shape.
         trained: The longest distance in training.
-        length: The longest distance to come, above `trained`.
+        length: The longest distance to come, above `trained`; or a tensor of one number on the
+            distances' device, which is not read: at `trained`, all distances stay.
         exact: Distances below it stay.
 
     Raises:
         ValueError: Nothing lies between `exact` and the lengths.
     """
-    if not exact < trained < length:
+    if exact >= trained or (isinstance(length, int) and length <= trained):
         raise Refused(
             f"expected exact < trained < length, got {exact:,}, {trained:,} and {length:,}"
         )
-    power = math.log(trained / exact) / math.log(length / exact)
+    reach: float | torch.Tensor = (
+        math.log(length / exact) if isinstance(length, int) else (length.double() / exact).log()
+    )
+    power = math.log(trained / exact) / reach
     far = exact * (distances.clamp(min=exact).double() / exact) ** power
     return torch.where(distances < exact, distances, (far + 1e-9).floor().long())

@@ -8,16 +8,17 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch.exporting.result import Export
-from rope_patch.patching.architecture.rotary_modules import rotation_refusal
+from rope_patch.patching.encodings.buckets import MAX_DISTANCE, owns_buckets
 from rope_patch.patching.encodings.handle import EncodingPatch, current_encoding
 from rope_patch.patching.encodings.plan import find_sites
 from rope_patch.patching.encodings.probe import UnknownEncoding, transformers_model
 from rope_patch.patching.encodings.site import Site
+from rope_patch.patching.replacement.encoding import find_encoding
+from rope_patch.patching.replacement.extension import rotation_refusal
 from rope_patch.pretrained.loading import empty_model
 from rope_patch.utils.errors import Refused
 
 _TRANSFORMERS = ("transformers", "transformers4")
-_MAX_DISTANCE = "relative_attention_max_distance"
 
 
 def export_encoding(model_or_config: Any, engine: str) -> Export | None:
@@ -31,7 +32,16 @@ def export_encoding(model_or_config: Any, engine: str) -> Export | None:
         if getattr(model.get_text_config(decoder=True), "rope_parameters", None):
             return None
         model = empty_model(type(model).__name__, model, any_kind=True)
-    if not isinstance(model, nn.Module) or rotation_refusal(model) is None:
+    if not isinstance(model, nn.Module):
+        return None
+    encoding = find_encoding(model)
+    if encoding is not None and encoding.name != "rope":  # the config says that one
+        raise Refused(
+            f"{engine} has no form for the encoding {encoding.name!r}, which rope_patch.encode "
+            "gave the model: expected a model with its class's own encoding; serve this one with "
+            "transformers and rope_patch.load"
+        )
+    if rotation_refusal(model) is None:
         return None
     try:
         _, inner = transformers_model(model)
@@ -48,9 +58,9 @@ def export_encoding(model_or_config: Any, engine: str) -> Export | None:
 
 def _export_patched(handle: EncodingPatch, engine: str) -> Export:
     if handle.method == "max-distance" and engine in _TRANSFORMERS:
-        distances = {getattr(m, _MAX_DISTANCE) for m in handle.model.modules() if _owns_buckets(m)}
+        distances = {getattr(m, MAX_DISTANCE) for m in handle.model.modules() if owns_buckets(m)}
         if len(distances) == 1:
-            return Export(engine=engine, config={_MAX_DISTANCE: distances.pop()})
+            return Export(engine=engine, config={MAX_DISTANCE: distances.pop()})
     if all(site.kind == "learned" for site in handle.sites):
         raise Refused(
             f"{engine} cannot be told of {handle}: the stretched table is among the weights, and "
@@ -76,11 +86,4 @@ def _export_checkpoint(sites: list[Site], config: Any, engine: str) -> Export:
     raise Refused(
         f"what {engine} makes of {kinds} positions is not known here: exports of models that do "
         "not rotate are for transformers, and of learned tables for vllm, too"
-    )
-
-
-def _owns_buckets(module: nn.Module) -> bool:
-    """Return whether a module has a table of biases by bucket; attentions without one read none."""
-    return hasattr(module, _MAX_DISTANCE) and any(
-        isinstance(child, nn.Embedding) for child in module.children()
     )

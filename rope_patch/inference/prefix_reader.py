@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rope_patch.patching import current
-from rope_patch.patching.architecture.rotary_modules import rotation_refusal
+from rope_patch.patching.replacement.extension import rotation_refusal
 
 _CHUNK = 512  # tokens of a prefill chunk; whole chunks are shared
 _MIN_CHUNK = 64

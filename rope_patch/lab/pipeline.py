@@ -14,7 +14,7 @@ from typing import Any
 
 from rope_patch.lab.cell_journal import CellJournal
 from rope_patch.lab.cell_run import cell_cost, make_task, run_cell
-from rope_patch.lab.settings import Cell, LabSettings
+from rope_patch.lab.settings import RECALL, TASKS, TEXT, Cell, LabSettings
 from rope_patch.utils import atomic_files
 from rope_patch.utils.folder_lock import FolderLock
 from rope_patch.utils.progress import progress_bar
@@ -71,12 +71,12 @@ def run_lab(
             "hardware": hardware(),
             "settings": {
                 "encodings": list(settings.encodings),
-                "tasks": [task for task in ("text", "recall") if task in settings.tasks],
+                "tasks": [task for task in TASKS if task in settings.tasks],
                 "length": settings.length,
                 "tests": list(settings.tests),
                 "steps": {task: settings.steps(task) for task in settings.tasks},
                 "seeds": settings.seeds,
-                "samples": {"text": settings.excerpts, "recall": settings.sequences},
+                "samples": {TEXT: settings.excerpts, RECALL: settings.sequences},
             },
         },
         "cells": [done[cell] for cell in cells],

@@ -18,8 +18,8 @@ LOSS, LAST_HALF, RIGHT, BY_POSITION = "loss", "last_half", "right", "by_position
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was measured: a quantity of one encoding at one multiple of the trained length.
+class ScoreKey:
+    """Names scores: a quantity of one encoding at one multiple of the trained length.
 
     Attributes:
         task: "text" or "recall".
@@ -84,7 +84,7 @@ class LabResults:
         """Return the cells of an encoding, a record a seed; empty if it was not measured."""
         return self._cells.get((task, encoding), [])
 
-    def measured(self, task: str) -> list[str]:
+    def encodings_of(self, task: str) -> list[str]:
         """Return the encodings that a task was measured with."""
         return [name for name in self.encodings if self.records(task, name)]
 
@@ -117,17 +117,17 @@ class LabResults:
                     rows.append(score[quantity])
         return rows or None
 
-    def find(self, measured: Measured) -> Scores | None:
-        """Return the scores of what was measured; None unless all of it was."""
-        multiples = measured.multiple
+    def find(self, key: ScoreKey) -> Scores | None:
+        """Return the scores of a key; None unless all of them were measured."""
+        multiples = key.multiple
         many = (multiples,) if isinstance(multiples, int) else multiples
         parts = [
             self.scores(
-                measured.task,
-                measured.encoding,
+                key.task,
+                key.encoding,
                 self.length * multiple,
-                measured.method,
-                measured.quantity,
+                key.method,
+                key.quantity,
             )
             for multiple in many
         ]

@@ -11,19 +11,18 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 
 from rope_patch.extension import Extension
-from rope_patch.patching.architecture.rotary_modules import rotation_refusal
+from rope_patch.patching import active
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.dynamic.batching_guard import require_no_batching_manager
 from rope_patch.patching.encodings.handle import (
     EncodingPatch,
-    current_encoding,
     patch_encoding,
 )
 from rope_patch.patching.encodings.plan import EncodingPlan, make_encoding_plan
 from rope_patch.patching.encodings.probe import UnknownEncoding
 from rope_patch.patching.handle import Patch, current
 from rope_patch.patching.plan import PatchPlan, make_plan
-from rope_patch.patching.replacement.extension import encoded_extension, encoded_refusal
+from rope_patch.patching.replacement.extension import encoded_extension, rotation_refusal
 from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
@@ -114,7 +113,7 @@ def patch(
     )
     if isinstance(model, nn.Module):
         extension = encoded_extension(model, extension)
-        if (refusal := encoded_refusal(model) or rotation_refusal(model)) is not None:
+        if (refusal := rotation_refusal(model)) is not None:
             return _patch_encoding(model, extension, refusal)
     return patch_rotation(model, extension)
 
@@ -155,7 +154,7 @@ def check_encoding(model: nn.Module, extension: Extension) -> EncodingPlan | Non
     Raises:
         ValueError: The request cannot be met, or would change nothing.
     """
-    refusal = encoded_refusal(model) or rotation_refusal(model)
+    refusal = rotation_refusal(model)
     if refusal is None:
         return None
     with _explained(refusal):
@@ -187,7 +186,7 @@ def unpatch(model: nn.Module) -> None:
     Raises:
         ValueError: There is none.
     """
-    handle = current(model) or current_encoding(model)
+    handle = active.current(model)
     if handle is None:
         raise Refused(f"{type(model).__name__} is not patched: there is nothing to undo")
     handle.undo()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rope_patch.encodings.added import logit_terms
+from rope_patch.encodings.logit_terms import logit_terms
 from rope_patch.encodings.sinusoidal import sinusoidal_table
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.pictures.panels import Curve, Curves, HeatMap, Picture

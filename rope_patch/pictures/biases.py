@@ -10,8 +10,9 @@ import torch
 
 from rope_patch.encodings.alibi import alibi_bias, alibi_slopes, linear_slopes, ntk_slopes
 from rope_patch.encodings.decay import fire_progress, kerple_log, sandwich
-from rope_patch.encodings.t5_buckets import squeeze_tail, t5_bucket
-from rope_patch.patching.encodings.buckets import BucketsSite
+from rope_patch.encodings.t5_buckets import exact_distances, t5_bucket
+from rope_patch.patching.encodings.buckets import BucketsSite, squeeze_distances
+from rope_patch.patching.encodings.site import Stretch
 from rope_patch.patching.encodings.slopes import SlopesSite
 from rope_patch.pictures.distances import FIRE_RATE, FIRE_THRESHOLD
 from rope_patch.pictures.panels import HeatMap, Picture
@@ -81,16 +82,14 @@ def _alibi(request: BiasRequest, method: str | None) -> torch.Tensor:
 
 def _t5(request: BiasRequest, method: str | None) -> torch.Tensor:
     settings = {"buckets": 32, "max_distance": 128, "bidirectional": False} | request.settings
-    distances, length = request.distances, len(request.queries)
-    near, trained = distances.abs(), round(length / request.factor)
+    near, length = request.distances.abs(), len(request.queries)
     if method == "max-distance":
         settings["max_distance"] = round(settings["max_distance"] * request.factor)
-    elif method == "linear":
-        near = near * trained // length
-    elif method == "log-tail":
-        exact = settings["buckets"] // (4 if settings["bidirectional"] else 2)
-        near = squeeze_tail(near, trained=trained, length=length, exact=exact)
-    buckets = t5_bucket(-near * distances.sign(), **settings)
+    elif method is not None:
+        exact = exact_distances(settings["buckets"], bidirectional=settings["bidirectional"])
+        stretch = Stretch(method, round(length / request.factor), length)
+        near = squeeze_distances(near, stretch, exact)
+    buckets = t5_bucket(-near * request.distances.sign(), **settings)
     table = request.table
     if table is None:
         # Made up: steps at T5's buckets, as steep as a head's number.

@@ -7,11 +7,14 @@ import torch
 from rope_patch.encodings.alibi import alibi_bias, alibi_slopes
 from rope_patch.encodings.decay import fire_progress, kerple_log, kerple_power, sandwich
 from rope_patch.encodings.sinusoidal import dot_products, sinusoidal_table
-from rope_patch.encodings.t5_buckets import squeeze_tail, t5_bucket
+from rope_patch.encodings.t5_buckets import exact_distances, t5_bucket
+from rope_patch.patching.encodings.buckets import squeeze_distances
+from rope_patch.patching.encodings.site import Stretch
 from rope_patch.pictures.panels import Curve, Curves, Picture
 from rope_patch.pictures.picture import PictureOptions, register_picture
 
-_EXACT = 16  # distances with a bucket of their own in T5's decoders
+_BUCKETS = 32  # of T5's decoders
+_SQUEEZES = {"log-tail": "far distances squeezed", "linear": "all distances divided"}
 # FIRE's initial values (arXiv:2310.04418); both are learned.
 FIRE_RATE, FIRE_THRESHOLD = 0.1, 512.0
 
@@ -67,10 +70,10 @@ def draw_buckets(options: PictureOptions) -> Picture:
     target = round(options.trained * options.factor)
     distances = torch.arange(target)
     curves = [Curve("as trained", distances, t5_bucket(-distances))]
-    squeezed = squeeze_tail(distances, trained=options.trained, length=target, exact=_EXACT)
-    curves.append(Curve("far distances squeezed", distances, t5_bucket(-squeezed)))
-    divided = (distances / options.factor).floor().long()
-    curves.append(Curve("all distances divided", distances, t5_bucket(-divided)))
+    for method, label in _SQUEEZES.items():
+        stretch = Stretch(method, options.trained, target)
+        squeezed = squeeze_distances(distances, stretch, exact_distances(_BUCKETS))
+        curves.append(Curve(label, distances, t5_bucket(-squeezed)))
     return Picture(
         [
             Curves(

@@ -18,6 +18,7 @@ from rope_patch.patching.encodings.probe import transformers_model
 from rope_patch.patching.encodings.site import Site
 from rope_patch.patching.encodings.table import LearnedTableSite
 from rope_patch.patching.geometry_selection import base_geometries
+from rope_patch.patching.replacement.encoding import RotaryEncoding, find_encoding
 from rope_patch.pretrained.demo import resolve_model_path
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.utils.errors import Refused, describe_error
@@ -38,6 +39,12 @@ def read_rotation(model: Any, trained_length: int | None = None) -> tuple[str, G
         ValueError: There is no such model, or it does not rotate.
     """
     if isinstance(model, nn.Module):
+        encoding = find_encoding(model)
+        if encoding is not None and not isinstance(encoding, RotaryEncoding):
+            raise Refused(
+                f"the model does not rotate, as rope_patch.encode gave it {encoding.name!r}: "
+                "expected one that does, such as Llama"
+            )
         name, (_, live) = type(model).__name__, transformers_model(model)
         handle = current(model)
         text = handle.original_config if handle else live.config.get_text_config(decoder=True)
@@ -100,16 +107,11 @@ def bucket_table(site: BucketsSite) -> tuple[torch.Tensor, dict[str, Any]]:
     Raises:
         ValueError: The model has no weights.
     """
-    owner: Any = site.module
-    table = next(child for child in owner.children() if isinstance(child, nn.Embedding)).weight
+    children = site.module.children()
+    table = next(child for child in children if isinstance(child, nn.Embedding)).weight
     if table.is_meta:
         raise Refused(_NO_WEIGHTS)
-    settings = {
-        "bidirectional": not owner.is_decoder,
-        "buckets": owner.relative_attention_num_buckets,
-        "max_distance": owner.relative_attention_max_distance,
-    }
-    return table.detach().double().cpu(), settings
+    return table.detach().double().cpu(), site.settings
 
 
 def _path(model: Any) -> str:

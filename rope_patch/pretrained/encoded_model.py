@@ -98,26 +98,36 @@ def original_config(folder: str | os.PathLike[str], sidecar: dict[str, Any]) -> 
 
 def restore_encoded(
     model: nn.Module,
-    folder: str | os.PathLike[str],
     sidecar: dict[str, Any],
-    method: str | Extension | None = None,
-    **arguments: Any,
+    extension: Extension | None,
+    folder: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Encode a model as a folder says, with the trained parts in it, and extend it.
+    """Encode a model as a folder says, and extend it.
 
     Args:
-        model: The model with the folder's other weights.
-        folder: Written by `rope_patch.save`.
+        model: The model with the folder's other weights, or one without weights to check a request.
         sidecar: The folder's.
-        method: How to extend it; as the sidecar says unless given.
-        **arguments: Of `rope_patch.patch`, with the method.
+        extension: How to extend it, if at all.
+        folder: Written by `rope_patch.save`, with the encoding's trained parts; None to leave those
+            as drawn.
 
     Raises:
-        ValueError: The trained parts are missing or of other sizes.
+        ValueError: The trained parts are missing or of other sizes, or the request cannot be met.
     """
     with torch.random.fork_rng(devices=[]):  # the weights drawn here are replaced
         handle = encode(model, sidecar["encoding"], **sidecar["options"])
-    path = Path(folder) / WEIGHTS
+    if folder is not None:
+        _load_weights(handle, Path(folder) / WEIGHTS)
+    if extension is not None:
+        patch(model, extension)
+
+
+def _load_weights(handle: EncodedModel, path: Path) -> None:
+    """Read an encoding's trained parts.
+
+    Raises:
+        ValueError: They are missing or of other sizes.
+    """
     try:
         tensors = load_file(path) if path.is_file() else {}
         handle.encoding.load_state_dict(tensors)
@@ -126,10 +136,6 @@ def restore_encoded(
             f"cannot load {path}: it lacks the trained parts of the encoding {handle.name!r}, or "
             f"they have other sizes ({error}); save the model again"
         ) from error
-    if method is None and sidecar["extension"] is not None:
-        method = Extension.from_dict(sidecar["extension"])
-    if method is not None:
-        patch(model, Extension.of(method, **arguments))
 
 
 def _make_sidecar(model: nn.Module, handle: EncodedModel) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
+from rope_patch.patching.encodings.buckets import MAX_DISTANCE, owns_buckets
 from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.patching.encodings.probe import small_config
 from rope_patch.patching.encodings.table import TableSite
@@ -31,7 +32,6 @@ from rope_patch.utils.versions import version
 TABLES = "rope_patch_tables.safetensors"
 _POSITIONS = "positions"  # the sidecar's key that tells these sidecars from those of rotations
 _ORIGINAL, _PATCHED = "original.", "patched."
-_MAX_DISTANCE = "relative_attention_max_distance"
 
 
 def is_encoding_sidecar(sidecar: dict[str, Any] | None) -> bool:
@@ -49,7 +49,7 @@ def encoding_sidecar(handle: EncodingPatch, native: bool) -> dict[str, Any]:
     extension = replace(handle.extension, kernels="auto")
     original = dict(handle.original)
     if native and handle.method == "max-distance":
-        original[_MAX_DISTANCE] = handle.original_value(handle.sites[0], _MAX_DISTANCE)
+        original[MAX_DISTANCE] = handle.original_value(handle.sites[0], MAX_DISTANCE)
     return {
         "rope_patch": version("rope-patch"),
         "transformers": version("transformers"),
@@ -71,7 +71,7 @@ def record_encoding(folder: Path, handle: EncodingPatch) -> dict[str, Any]:
     path = folder / "config.json"
     config = parse_json(path.read_text())
     if (distance := _new_max_distance(handle)) is not None:
-        path.write_text(json.dumps({**config, _MAX_DISTANCE: distance}, indent=2) + "\n")
+        path.write_text(json.dumps({**config, MAX_DISTANCE: distance}, indent=2) + "\n")
     native = _loads_natively(folder, handle)
     if not native:
         # A stretched table among the weights needs its length, or nothing loads the folder.
@@ -165,7 +165,7 @@ def _new_max_distance(handle: EncodingPatch) -> int | None:
     if handle.method != "max-distance":
         return None
     modules: list[Any] = [site.module for site in handle.sites]
-    (distance,) = {getattr(module, _MAX_DISTANCE) for module in modules}
+    (distance,) = {getattr(module, MAX_DISTANCE) for module in modules}
     return distance
 
 
@@ -190,14 +190,10 @@ def _loads_natively(folder: Path, handle: EncodingPatch) -> bool:
             if table.shape != ours.shape or not torch.equal(table, ours):
                 return False
     return all(
-        getattr(module, _MAX_DISTANCE) == getattr(model.get_submodule(name), _MAX_DISTANCE)
+        getattr(module, MAX_DISTANCE) == getattr(model.get_submodule(name), MAX_DISTANCE)
         for name, module in plain.named_modules()
-        if hasattr(module, _MAX_DISTANCE) and _owns_table(module)
+        if owns_buckets(module)
     )
-
-
-def _owns_table(module: nn.Module) -> bool:
-    return any(isinstance(child, nn.Embedding) for child in module.children())
 
 
 def _take_sizes(model: nn.Module, empty: nn.Module) -> None:

@@ -90,8 +90,9 @@ def load(
     The request is checked on an empty model first, so nothing large is read for an invalid one.
     A folder written by `rope_patch.save` is loaded as it was before the patch, and patched as
     requested, or as recorded if no method is named. Where its method is somebody else's and not
-    known here, it rotates by the recorded frequencies, and a warning says so. A folder with a PEFT
-    adapter returns the PEFT model: its base, patched as in the adapter's training, with the
+    known here, it rotates by the recorded frequencies, and a warning says so. A folder of a model
+    that `rope_patch.encode` changed gets its encoding back, and needs no method. A folder with a
+    PEFT adapter returns the PEFT model: its base, patched as in the adapter's training, with the
     adapter.
 
     Args:
@@ -117,23 +118,16 @@ def load(
         ValueError: The model does not exist, is damaged, or cannot be patched as requested.
     """
     path = demo.resolve_model_path(path) if isinstance(path, str) else path
-    if (encoded := read_encoded(path)) is not None:
-        name = method.method if isinstance(method, Extension) else method
-        options, kwargs = _split_method_options(name, kwargs)
-        config = original_config(path, encoded)
-        model = read_model(path, config=config, device_map=device_map, dtype=dtype, **kwargs)
-        lengths = {"factor": factor, "length": length, "trained_length": trained_length}
-        restore_encoded(model, path, encoded, method, **lengths, **options)
-        return model
+    encoded = read_encoded(path)
     adapter = path if is_adapter(path) else None
-    patch_sidecar = read_sidecar(path)
+    patch_sidecar = read_sidecar(path) if encoded is None else encoded["extension"]
     if adapter is not None:
         path, revision = adapter_base(adapter)
         kwargs = {"revision": revision, **kwargs} if revision else kwargs
     adapter_kwargs = {
         k: kwargs.pop(k) for k in _ADAPTER_ARGUMENTS if adapter is not None and k in kwargs
     }
-    sidecar = read_sidecar(path)
+    sidecar = read_sidecar(path) if encoded is None else None
     patch_sidecar = patch_sidecar or sidecar
     name = method.method if isinstance(method, Extension) else method
     options, kwargs = _split_method_options(name or (patch_sidecar or {}).get("method"), kwargs)
@@ -144,10 +138,10 @@ def load(
         "layer_types": layer_types,
         **options,
     }
-    extension: Extension | None
+    extension: Extension | None = None
     if method is not None:
         extension = Extension.of(method, **arguments, kernels=kernels, start=start)
-    elif patch_sidecar is None:
+    elif patch_sidecar is None and encoded is None:
         raise Refused(
             f"name a method (rope_patch.list_methods() lists them): {adapter or path} has no "
             f"{SIDECAR} that records one"
@@ -157,8 +151,16 @@ def load(
             f"{', '.join(names)} goes with a method: name it too, or leave all out to get what "
             f"{SIDECAR} records"
         )
-    else:
+    elif patch_sidecar is not None:
         extension = replace(extension_from_sidecar(patch_sidecar), kernels=kernels)
+    loading = {"device_map": device_map, "dtype": dtype, "gguf_file": gguf_file, **kwargs}
+    if encoded is not None:
+        config = original_config(path, encoded)
+        restore_encoded(empty_model(path, config), encoded, extension)
+        model = read_model(path, config=config, **loading)
+        restore_encoded(model, encoded, extension, path)
+        return model
+    assert extension is not None
     try:
         if sidecar is None:
             config = read_config(path, gguf_file=gguf_file, **kwargs)
@@ -184,14 +186,12 @@ def load(
         if trained_adapter is not None:
             with patch(empty, extension):
                 require_same_rotation(empty, trained_adapter)
-    loading = {"device_map": device_map, "dtype": dtype, "gguf_file": gguf_file, "any_kind": True}
-    loading |= kwargs
     tables = {}
     if sidecar is not None and is_encoding_sidecar(sidecar):
-        model = read_model(path, **loading)
+        model = read_model(path, any_kind=True, **loading)
         tables = unpatch_loaded(model, empty, Path(path), sidecar)
     else:
-        model = read_model(path, config=config, **loading)
+        model = read_model(path, config=config, any_kind=True, **loading)
     if extension is not None:
         handle = patch(model, extension)
         if method is None and trained_adapter is None and isinstance(handle, EncodingPatch):

@@ -173,7 +173,16 @@ def _save_encoded(model: nn.Module, handle: EncodedModel, folder: Path, tokenize
         write_encoded(model, handle, Path(temporary))
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+            if (extended := current(model)) is not None:
+                raise_tokenizer_length(Path(temporary), extended)
         _replace_files(Path(temporary), folder)
+    if handle.name != "rope":  # whose options are in the config
+        logger.warning(
+            "%s: plain transformers loads this folder without the encoding %r; load it with "
+            "rope_patch.load",
+            folder,
+            handle.name,
+        )
 
 
 def record_patch(
@@ -224,25 +233,35 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Read the sidecar `rope_patch.json` of a folder; None if there is none.
 
     Raises:
-        ValueError: The file is damaged.
+        ValueError: The file is damaged, or of an encoded model.
     """
     path = Path(folder) / SIDECAR
     if not path.is_file():
         return None
     try:
-        sidecar = parse_json(path.read_text())
-        if dict(sidecar).get("kind") == KIND:
-            raise Refused("it is of an encoded model, which only rope_patch.load reads")
-        if missing := _SIDECAR_TYPES.keys() - dict(sidecar).keys():
-            raise Refused(f"no {', '.join(sorted(missing))}")
-        for key, expected_type in (_SIDECAR_TYPES | _NEW_SIDECAR_TYPES).items():
-            if key in sidecar and not isinstance(sidecar[key], expected_type):
-                raise Refused(f"{key} is {sidecar[key]!r:.60}")
-        if "factor" not in {*sidecar, *sidecar["options"]}:
-            raise Refused("no factor among its options")
+        sidecar = dict(parse_json(path.read_text()))
+        if sidecar.get("kind") != KIND:
+            _require_fields(sidecar)
     except (ValueError, TypeError) as error:
         raise Refused(f"{path} is damaged ({error}): save the model again") from error
+    if sidecar.get("kind") == KIND:
+        raise Refused(
+            f"{folder} holds a model with another encoding (rope_patch.encode), which only "
+            "rope_patch.load reads: expected a model with the encoding of its class; call the "
+            "function of rope_patch with the model that load returns, where it takes one"
+        )
     return sidecar
+
+
+def _require_fields(sidecar: dict[str, Any]) -> None:
+    """Raise unless a sidecar has all its fields, of their types."""
+    if missing := _SIDECAR_TYPES.keys() - sidecar.keys():
+        raise Refused(f"no {', '.join(sorted(missing))}")
+    for key, expected_type in (_SIDECAR_TYPES | _NEW_SIDECAR_TYPES).items():
+        if key in sidecar and not isinstance(sidecar[key], expected_type):
+            raise Refused(f"{key} is {sidecar[key]!r:.60}")
+    if "factor" not in {*sidecar, *sidecar["options"]}:
+        raise Refused("no factor among its options")
 
 
 def extension_from_sidecar(sidecar: dict[str, Any]) -> Extension:

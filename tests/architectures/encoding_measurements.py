@@ -13,8 +13,8 @@ from architectures.tiny_architectures import TRAINED
 
 import rope_patch
 from rope_patch.extension import Extension
-from rope_patch.patching.architecture.rotary_modules import rotation_refusal
 from rope_patch.patching.entry_points import check_encoding
+from rope_patch.patching.replacement.extension import rotation_refusal
 
 FACTOR = 2
 SHORT = 40

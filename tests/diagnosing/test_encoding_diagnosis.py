@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from helpers.encoded_models import llama
 from helpers.encoding_models import LENGTH, encoding_model
 
 import rope_patch
@@ -57,3 +58,46 @@ def test_a_patch_is_told_live_and_saved(tmp_path):
         diagnosis = rope_patch.diagnose(subject, factor=2)
         assert diagnosis.patched == "linear, 40 → 160 tokens"
         assert diagnosis.effect == ("transformer.wpe: learned table of 40 positions, now 80",)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "method"),
+    [
+        ("alibi", "alibi", "ntk"),
+        ("t5", "t5", "log-tail"),
+        ("learned", "learned", "linear"),
+        ("sinusoidal", "sinusoidal", "linear"),
+        ("integer", "counted", "linear"),
+        ("normalised", "counted", "linear"),
+    ],
+)
+def test_an_encoded_model_is_told_by_its_encoding(name, kind, method):
+    model = llama(max_position_embeddings=64)
+    rope_patch.encode(model, name)
+    diagnosis = rope_patch.diagnose(model)
+    assert {(site.kind, site.trained_length) for site in diagnosis.sites} == {(kind, 64)}
+    assert "does not rotate" in str(diagnosis)
+    exec(diagnosis.python, {"rope_patch": rope_patch, "model": model})
+    assert str(rope_patch.current(model)).startswith(f"{method}, 64 → 256")
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("kerple", "the encoding 'kerple' cannot be extended"),
+        ("binary", "the encoding 'binary' cannot be extended"),
+        ("none", "has no positions"),
+    ],
+)
+def test_an_encoding_without_methods_is_refused(name, match):
+    model = llama()
+    rope_patch.encode(model, name)
+    with pytest.raises(Refused, match=match):
+        rope_patch.diagnose(model)
+
+
+@pytest.mark.parametrize("name", ["rope", "rnope", "xpos"])
+def test_an_encoding_that_rotates_is_told_by_its_pairs(name):
+    model = llama()
+    rope_patch.encode(model, name)
+    assert "theta 10000" in str(rope_patch.diagnose(model))

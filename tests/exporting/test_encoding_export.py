@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from helpers.encoded_models import llama
 from helpers.encoding_models import LENGTH, encoding_model, token_logits
 
 import rope_patch
@@ -50,3 +51,18 @@ def test_what_no_config_says_is_refused(family, method, arguments, engine):
     rope_patch.patch(model, method, factor=4, **arguments)
     with pytest.raises(Refused, match=r"no config says other .* positions; serve the model with"):
         export(model, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", sorted({*rope_patch.list_encodings()} - {"rope"}))
+def test_no_engine_is_told_that_another_encoding_rotates(name, engine):
+    model = llama()
+    rope_patch.encode(model, name)
+    with pytest.raises(Refused, match=rf"no form for the encoding '{name}'.*rope_patch\.load"):
+        export(model, engine)
+
+
+def test_an_encoded_rotation_is_in_the_config():
+    model = llama()
+    rope_patch.encode(model, "rope", base=500.0)
+    assert export(model, "transformers").config["rope_parameters"]["rope_theta"] == 500

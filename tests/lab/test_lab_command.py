@@ -16,7 +16,7 @@ from rope_patch.lab.results import LabResults
 from rope_patch.lab.results_schema import LabRecord
 
 WORDS = ("lab", "--encodings", "none,learned", "--length", "32", "--test", "32,64")
-WORDS = (*WORDS, "--steps", "text=4,recall=3", "--processes", "1")
+WORDS = (*WORDS, "--steps", "text=4,recall=1", "--processes", "1")
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +139,11 @@ def test_ctrl_c_ends_all_processes_in_one_line(tmp_path):
     assert (process.returncode, stdout) == (130, "")
     assert stderr.splitlines()[-1] == "stopped; the same command continues from here"
     assert "Traceback" not in stderr
+
+
+def test_quick_leaves_what_is_named(tmp_path):
+    words = ("lab", "--quick", "--tasks", "recall", "--encodings", "none", "--steps", "1")
+    words = (*words, "--length", "32", "--test", "32,64", "--processes", "1", "--json")
+    result = run_in_this_process(*words, "--out", tmp_path / "lab")
+    assert result.returncode == 0, result.stderr
+    assert [c["cell"]["task"] for c in json.loads(result.stdout)["cells"]] == ["recall"]

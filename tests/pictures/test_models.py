@@ -190,3 +190,13 @@ def test_what_a_model_cannot_show_is_refused(tmp_path):
     result = run_in_this_process("picture", "table", "--model", str(tmp_path / "none"))
     assert result.returncode != 0
     assert f"no such folder: {tmp_path / 'none'}" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["clock", "wavelengths", "rotation", "angles"])
+def test_an_encoded_model_shows_no_rotation_that_it_does_not_do(name):
+    model = llama()
+    rope_patch.encode(model, "rope", base=50.0)
+    make_picture(name, model=model)
+    rope_patch.encode(model, "alibi")
+    with pytest.raises(Refused, match=r"does not rotate.*'alibi'"):
+        make_picture(name, model=model)

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from helpers.encoded_models import NAMES, ONE_EACH, encoded, logits, tokens
-from transformers import AutoModelForCausalLM
+from helpers.tokenizers import TINY
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.diagnosing import diagnose
@@ -41,6 +42,17 @@ def test_a_saved_model_loads_to_the_same_bits(name, options, tmp_path):
     assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
 
 
+@pytest.mark.parametrize("name", ["xpos", "rnope", "rope"])
+def test_an_encoding_that_replaced_another_is_saved_alone(name, tmp_path):
+    """What the config said of the first encoding must not come back with the second one."""
+    model, expected = encoded("rope", {"base": 50.0}), encoded(name, {})
+    encoded(name, {}, model)
+    assert torch.equal(logits(model, tokens()), logits(expected, tokens()))
+    rope_patch.save(model, tmp_path)
+    loaded = rope_patch.load(tmp_path)
+    assert torch.equal(logits(loaded, tokens()), logits(expected, tokens()))
+
+
 @pytest.mark.parametrize(("name", "options", "method", "arguments"), EXTENDED)
 def test_an_extension_is_saved_with_it(name, options, method, arguments, tmp_path):
     model = encoded(name, options)
@@ -54,6 +66,40 @@ def test_an_extension_is_saved_with_it(name, options, method, arguments, tmp_pat
     assert torch.equal(logits(loaded, ids), plain)
     named = rope_patch.load(tmp_path, method, **arguments)
     assert torch.equal(logits(named, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"factor": 4}, "factor goes with a method"),
+        ({"method": "ntk", "factor": 4, "layer_types": ["encoder"]}, "this model has decoder"),
+        ({"method": "ntk", "factor": 4, "start": "unscaled"}, "is for models that rotate"),
+        ({"method": "ntk", "factor": 4, "kernels": "triton"}, "is for models that rotate"),
+        ({"method": "yarn", "factor": 4}, "does not extend LlamaForCausalLM's positions"),
+        ({"method": "ntk", "factor": 4, "gguf_file": "x.gguf"}, r"x\.gguf"),
+    ],
+)
+def test_a_request_that_cannot_be_met_reads_no_weights(arguments, match, tmp_path):
+    rope_patch.save(encoded("alibi", {}), tmp_path)
+    if "gguf_file" not in arguments:
+        (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=match):
+        rope_patch.load(tmp_path, **arguments)
+
+
+def test_the_tokenizers_length_is_that_of_the_extension(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.model_max_length = 16
+    model = encoded("alibi", {})
+    rope_patch.patch(model, "ntk", factor=4)
+    rope_patch.save(model, tmp_path, tokenizer=tokenizer)
+    assert AutoTokenizer.from_pretrained(tmp_path).model_max_length == 64
+
+
+@pytest.mark.parametrize(("name", "warned"), [("alibi", True), ("rope", False)])
+def test_a_warning_says_that_plain_transformers_loses_the_encoding(name, warned, tmp_path, caplog):
+    rope_patch.save(encoded(name, {}), tmp_path)
+    assert ("without the encoding" in caplog.text) == warned
 
 
 def test_a_stretched_table_is_saved_as_it_was_trained_on(tmp_path):

@@ -61,7 +61,7 @@ def colour_of(name: str) -> str:
 
 def _families(results: LabResults, task: str) -> dict[str, list[str]]:
     """Return the measured encodings of each family, with the reference behind them."""
-    measured = results.measured(task)
+    measured = results.encodings_of(task)
     known = {name for names in FAMILIES.values() for name in names}
     families = {
         title: [name for name in names if name in measured] for title, names in FAMILIES.items()

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rope_patch.lab.interval import seeded_difference, seeded_mean
-from rope_patch.lab.published import AGREES, DISAGREES, UNCLEAR, UNMEASURED, Finding
 from rope_patch.lab.recall_task import PAIRS
 from rope_patch.lab.results import RIGHT, LabResults
 from rope_patch.lab.settings import RECALL, TEXT
+from rope_patch.lab.statements import AGREES, DISAGREES, UNCLEAR, UNMEASURED, Finding
 
 _FLAT = 0.05  # nats; more counts as a loss
 
@@ -29,7 +29,7 @@ def _text(results: LabResults) -> list[str]:
     """Return which encodings keep their loss at the longest test, and which lose."""
     longest, trained = results.tests[-1], results.length
     flat, worse, unclear = [], [], []
-    for name in results.measured(TEXT):
+    for name in results.encodings_of(TEXT):
         far = results.scores(TEXT, name, longest)
         near = results.scores(TEXT, name, trained)
         if far is None or near is None or longest == trained:
@@ -56,14 +56,14 @@ def _text(results: LabResults) -> list[str]:
 def _recall(results: LabResults) -> list[str]:
     longest = results.tests[-1]
     clear = []
-    for name in results.measured(RECALL):
+    for name in results.encodings_of(RECALL):
         scores = results.scores(RECALL, name, longest, quantity=RIGHT)
         if scores is None:
             continue
         share = seeded_mean(scores, is_share=True)
         if share.low > 1 / PAIRS:
             clear.append((-share.estimate, f"{name} {share.estimate:.0%}"))
-    if not results.measured(RECALL):
+    if not results.encodings_of(RECALL):
         return []
     if not clear:
         return [f"At {longest:,} tokens no encoding is shown to recall more than a guess does."]

@@ -9,7 +9,6 @@ from rope_patch.evaluation.report.format import NOTHING
 from rope_patch.evaluation.report.table import Cell, Row, Table, length_groups, length_heads
 from rope_patch.lab.interval import seeded_mean
 from rope_patch.lab.measurement import PLAIN
-from rope_patch.lab.published import Finding
 from rope_patch.lab.report.figure import colour_of
 from rope_patch.lab.report.numbers import (
     difference_range,
@@ -19,6 +18,7 @@ from rope_patch.lab.report.numbers import (
 )
 from rope_patch.lab.results import BY_POSITION, LOSS, RIGHT, LabResults, unit
 from rope_patch.lab.settings import TEXT
+from rope_patch.lab.statements import Finding
 from rope_patch.statistics import Interval
 
 
@@ -56,7 +56,7 @@ def length_table(results: LabResults, task: str, quantity: str, name: str) -> Ta
 
 def position_table(results: LabResults) -> Table | None:
     """Return the loss by position in the longest windows; None without text."""
-    encodings = results.measured(TEXT)
+    encodings = results.encodings_of(TEXT)
     longest = results.tests[-1]
     edges: Sequence[int] = ()
     rows = []
@@ -148,4 +148,4 @@ def _ranked(results: LabResults, task: str, quantity: str) -> list[str]:
         mean = seeded_mean(scores).estimate
         return -mean if quantity == RIGHT else mean
 
-    return sorted(results.measured(task), key=score)
+    return sorted(results.encodings_of(task), key=score)

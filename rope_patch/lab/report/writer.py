@@ -10,13 +10,13 @@ from rope_patch.evaluation.report.format import one_line
 from rope_patch.evaluation.report.sections import Section
 from rope_patch.evaluation.report.table import aligned_text
 from rope_patch.evaluation.report.writer import TEMPLATES, render, to_json
-from rope_patch.lab.published import Finding, compare
 from rope_patch.lab.report.figure import draw_length_figure
 from rope_patch.lab.report.headline import headline
 from rope_patch.lab.report.tables import length_table, position_table, published_table
 from rope_patch.lab.results import LAST_HALF, LOSS, RIGHT, LabResults
 from rope_patch.lab.results_schema import FORMAT, FindingRecord
 from rope_patch.lab.settings import RECALL, TEXT
+from rope_patch.lab.statements import Finding, compare
 from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import json_safe, seal
@@ -77,7 +77,7 @@ def write_report(
 
 def _sections(lab: LabResults, findings: list[Finding]) -> list[Section]:
     parts = []
-    if lab.measured(TEXT):
+    if lab.encodings_of(TEXT):
         tables = [
             length_table(lab, TEXT, LOSS, "Loss"),
             length_table(lab, TEXT, LAST_HALF, "Loss of the last half of each window"),
@@ -95,7 +95,7 @@ def _sections(lab: LabResults, findings: list[Finding]) -> list[Section]:
                 tables=[*tables, *([by_position] if by_position else [])],
             )
         )
-    if lab.measured(RECALL):
+    if lab.encodings_of(RECALL):
         parts.append(
             Section(
                 heading="Recall: values of keys, asked for at the end",
@@ -157,9 +157,10 @@ def _descriptions(lab: LabResults) -> list[str]:
     """Return what each encoding does, with the scale and loss that its first training found."""
     lines = []
     for task in lab.tasks:
-        for name in lab.measured(task):
+        for name in lab.encodings_of(task):
             record = lab.records(task, name)[0]
-            first, *_, last = record["training_loss"]
+            losses = record["training_loss"]
+            first, last = losses[0], losses[-1]  # the same of a single step
             about = record["encoding"]
             lines.append(f"{name}, {task}: {about}; training loss {first:.2f} to {last:.2f}")
     return lines

@@ -62,15 +62,6 @@ def find_rotaries(model: nn.Module) -> list[RotaryModule]:
     return rotaries
 
 
-def rotation_refusal(model: nn.Module) -> Refused | None:
-    """Return why a model has no rotation to extend; None if it has one."""
-    try:
-        find_rotaries(model)
-    except Refused as refusal:
-        return refusal
-    return None
-
-
 def find_owner(model: nn.Module, rotary: RotaryModule) -> nn.Module:
     """Return the parent of a rotary module; the model itself if no module has it as a child."""
     for module in model.modules():

@@ -8,11 +8,19 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rope_patch.encodings.t5_buckets import squeeze_tail, t5_bucket
+from rope_patch.encodings.t5_buckets import exact_distances, squeeze_tail, t5_bucket
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.undo_log import UndoLog
 
 FUNCTION = "_relative_position_bucket"
+MAX_DISTANCE = "relative_attention_max_distance"  # of T5's configs and attentions
+
+
+def owns_buckets(module: nn.Module) -> bool:
+    """Return whether a module has a table of biases by bucket; attentions without one read none."""
+    return hasattr(module, MAX_DISTANCE) and any(
+        isinstance(child, nn.Embedding) for child in module.children()
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +43,14 @@ class BucketsSite(Site):
     )
 
     function: ClassVar[str] = FUNCTION  # of the module, which a patch wraps
-    limit: ClassVar[str] = "relative_attention_max_distance"
+    limit: ClassVar[str] = MAX_DISTANCE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_distance", self._settings["max_distance"])
+        object.__setattr__(self, "max_distance", self.settings["max_distance"])
 
     @property
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of `t5_bucket` that the module has now."""
         owner: Any = self.module
         return {
             "bidirectional": not getattr(owner, "is_decoder", False),
@@ -52,8 +61,13 @@ class BucketsSite(Site):
     @property
     def exact(self) -> int:
         """Return how many distances have a bucket of their own."""
-        settings = self._settings
-        return settings["buckets"] // (4 if settings["bidirectional"] else 2)
+        settings = self.settings
+        return exact_distances(settings["buckets"], bidirectional=settings["bidirectional"])
+
+    @property
+    def least_length(self) -> int:
+        """Return the shortest trained length whose farthest distance shares its bucket."""
+        return self.exact + 1
 
     def trained_length(self, config: Any) -> int | None:
         """Return T5's `n_positions`, which checkpoints state and no code reads."""
@@ -65,7 +79,7 @@ class BucketsSite(Site):
         if stretch.is_dynamic:
             return True
         assert stretch.length is not None
-        distances, settings = torch.arange(stretch.length), self._settings
+        distances, settings = torch.arange(stretch.length), self.settings
         before = t5_bucket(-distances, **settings)
         if stretch.formula == "max-distance":
             settings["max_distance"] = round(settings["max_distance"] * stretch.factor)
@@ -96,13 +110,13 @@ class BucketsSite(Site):
     def apply(self, model: nn.Module, stretch: Stretch, undo_log: UndoLog) -> None:
         """Put a function before the module's own, or raise the distance of its last bucket."""
         if stretch.formula == "max-distance":
-            largest = round(self._settings["max_distance"] * stretch.factor)
+            largest = round(self.settings["max_distance"] * stretch.factor)
             undo_log.set(self.module, self.limit, largest)
             return
         own = getattr(self.module, self.function)
-        undo_log.set(self.module, self.function, self.squeezed(stretch, own))
+        undo_log.set(self.module, self.function, self.replacement(stretch, own))
 
-    def squeezed(self, stretch: Stretch, own: Any) -> Any:
+    def replacement(self, stretch: Stretch, own: Any) -> Any:
         """Return what replaces the module's own function."""
         return SqueezedBuckets(self, stretch, own)
 
@@ -114,7 +128,7 @@ class InputBucketsSite(BucketsSite):
     function: ClassVar[str] = "prepare_input"
     limit: ClassVar[str] = "max_distance"
 
-    def squeezed(self, stretch: Stretch, own: Any) -> Any:
+    def replacement(self, stretch: Stretch, own: Any) -> Any:
         """Return what replaces the module's own function."""
         return SqueezedDistances(self, stretch, own)
 
@@ -139,6 +153,11 @@ class BlockBucketsSite(BucketsSite):
     def exact(self) -> int:
         """Return how many tokens have distances with a bucket of their own."""
         return super().exact * self._block
+
+    @property
+    def least_length(self) -> int:
+        """Return the shortest trained length whose farthest block shares its bucket."""
+        return self.exact + self._block
 
     def in_blocks(self, stretch: Stretch) -> Stretch:
         """Return a stretch with lengths in blocks."""
@@ -187,13 +206,16 @@ def squeeze_distances(distances: torch.Tensor, stretch: Stretch, exact: int) -> 
         stretch: The method, and its lengths in the same unit.
         exact: Distances that have a bucket of their own.
     """
-    length = stretch.length
-    if stretch.is_dynamic:
-        length = int(distances.max()) + 1
-    assert length is not None
     trained = stretch.trained_length
-    if length <= trained:
-        return distances
+    length: int | torch.Tensor
+    if stretch.is_dynamic:
+        # Stays a tensor: to read it would wait for the device. At `trained` all distances stay.
+        length = (distances.max() + 1).clamp(min=trained)
+    else:
+        assert stretch.length is not None
+        length = stretch.length
+        if length <= trained:
+            return distances
     if stretch.formula == "linear":
         return distances * trained // length
     return squeeze_tail(distances, trained=trained, length=length, exact=exact)
@@ -235,5 +257,8 @@ class SqueezedBuckets:
 
     def __call__(self, relative_position: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the bucket of each relative position."""
+        if not self.site.settings["bidirectional"]:
+            # Keys ahead share bucket 0, and a static cache has slots there that no token has.
+            relative_position = relative_position.clamp(max=0)
         distances = self.site.squeeze(relative_position.abs(), self.stretch)
         return self.own(relative_position.sign() * distances, *args, **kwargs)

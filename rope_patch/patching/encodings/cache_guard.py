@@ -35,8 +35,10 @@ class CacheGuard:
         cache = kwargs.get(_CACHE)
         if cache is None or torch.compiler.is_compiling() or not hasattr(cache, "get_seq_length"):
             return
+        if getattr(cache, TABLE_MARK, None) == self.table:
+            return  # without asking for its length, which a static cache counts on its device
         tokens = int(cache.get_seq_length())
-        if tokens > 0 and getattr(cache, TABLE_MARK, None) != self.table:
+        if tokens > 0:
             raise Refused(
                 f"the cache holds {tokens} tokens that were read with another table of positions, "
                 "and cached keys cannot be moved to its rows: expected an empty cache, or one that "

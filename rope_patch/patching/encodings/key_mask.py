@@ -16,10 +16,10 @@ class KeyMask:
     padding, and every cache, without asking it.
 
     Attributes:
-        allowed: True where a query sees a key, `[B, heads or 1, Q, K]`.
+        visible: True where a query sees a key, `[B, heads or 1, Q, K]`.
     """
 
-    allowed: torch.Tensor
+    visible: torch.Tensor
 
     @classmethod
     def of(cls, mask: Any) -> KeyMask | None:
@@ -38,12 +38,12 @@ class KeyMask:
     @property
     def keys(self) -> int:
         """Return K."""
-        return self.allowed.shape[-1]
+        return self.visible.shape[-1]
 
     @property
     def tokens(self) -> torch.Tensor:
         """Return how many tokens the longest row has so far, a tensor of one number."""
-        return self.allowed[:, 0, -1].sum(-1).max()
+        return self.visible[:, 0, -1].sum(-1).max()
 
     def exact_bias(self, slopes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return ALiBi's -slope * (i - j), `[B, heads, Q, K]`; 0 where a key is hidden.
@@ -52,10 +52,10 @@ class KeyMask:
             slopes: `[heads]` float32.
             dtype: The bias's; each number is computed in float32 and rounded once.
         """
-        allowed = self.allowed[:, :1]
-        queries = allowed.sum(-1, keepdim=True, dtype=torch.int32)
-        keys = allowed[:, :, -1:].cumsum(-1, dtype=torch.int32)
-        distance = (keys - queries).float().mul_(allowed)
-        shape = (len(allowed), len(slopes), *distance.shape[2:])
+        visible = self.visible[:, :1]
+        queries = visible.sum(-1, keepdim=True, dtype=torch.int32)
+        keys = visible[:, :, -1:].cumsum(-1, dtype=torch.int32)
+        distance = (keys - queries).float().mul_(visible)
+        shape = (len(visible), len(slopes), *distance.shape[2:])
         bias = torch.empty(shape, dtype=dtype, device=distance.device)
         return torch.mul(distance, slopes[None, :, None, None], out=bias)

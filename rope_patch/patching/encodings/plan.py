@@ -26,7 +26,7 @@ from rope_patch.patching.encodings.refusal_reason import refusal_reason
 from rope_patch.patching.encodings.sighting import Sightings
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.encodings.slopes import SlopesSite
-from rope_patch.patching.encodings.table import LearnedTableSite, SinusoidalTableSite
+from rope_patch.patching.encodings.table import LearnedTableSite, SinusoidalTableSite, TableSite
 from rope_patch.patching.replacement.encoding import find_encoding
 from rope_patch.utils.errors import Refused, did_you_mean
 
@@ -71,7 +71,10 @@ def find_sites(model: PreTrainedModel) -> list[Site]:
         name = next(name for name, module in model.named_modules() if module is encoding)
         if sites := list(encoding.sites(name)):
             return sites
-        raise UnknownEncoding(f"the encoding {encoding.name!r} has nothing to stretch")
+        raise UnknownEncoding(
+            f"the encoding {encoding.name!r} has no table, slopes or buckets to stretch: expected "
+            "alibi, t5, learned, sinusoidal, integer or normalised"
+        )
     if reason := refusal_reason(model):
         raise Refused(f"{type(model).__name__} is not extended: {reason}")
     sightings = probe(model)
@@ -162,13 +165,15 @@ def _stretch(model: PreTrainedModel, sites: list[Site], extension: Extension) ->
             )
     assert trained is not None
     for site in sites:
-        rows = site.trained_length(model.config)
-        if site.kind in ("learned", "sinusoidal") and rows is not None and trained > rows:
-            raise Refused(f"{site.name} has {rows:,} positions, got trained_length={trained:,}")
-        if isinstance(site, BucketsSite) and trained <= site.exact:
+        if isinstance(site, TableSite) and trained > (rows := site.trained_length(model.config)):
             raise Refused(
-                f"expected a trained length above the {site.exact} distances that have a bucket of "
-                f"their own, got {trained:,}"
+                f"{site.name} has {rows:,} positions: expected at most as many of pretraining, got "
+                f"trained_length={trained:,}; leave it out to use all"
+            )
+        if isinstance(site, BucketsSite) and trained < site.least_length:
+            raise Refused(
+                f"expected a trained length of at least {site.least_length} tokens, as nearer "
+                f"distances have a bucket of their own in {site.name}, got {trained:,}"
             )
     if extension.method.startswith("dynamic-"):
         return Stretch(extension.method, trained, None, extension.options.get("exact"))

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from rope_patch.patching.undo_log import UndoLog
@@ -42,9 +43,13 @@ class Stretch:
         """Return the method's name without `dynamic-`."""
         return self.method.removeprefix("dynamic-")
 
-    def factor_at(self, length: int) -> float:
-        """Return the factor for a text of `length` tokens."""
-        return max(1.0, length / self.trained_length) if self.is_dynamic else self.factor
+    def factor_at(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the factor of a dynamic method for a text, at least 1, a tensor of one number.
+
+        Args:
+            tokens: The text's length, a tensor of one number, so that no device is waited for.
+        """
+        return (tokens.double() / self.trained_length).clamp(min=1)
 
 
 @dataclass(frozen=True, eq=False)

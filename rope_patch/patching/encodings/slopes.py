@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rope_patch.encodings.alibi import alibi_slopes, linear_slopes, ntk_slopes
+from rope_patch.encodings.alibi import device_slopes, linear_slopes, ntk_slopes
 from rope_patch.patching.encodings.key_mask import KeyMask
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.undo_log import UndoLog
@@ -60,16 +60,17 @@ class SlopesSite(Site):
             return {}
         return {"max_seq_len": stretch.length}
 
-    def scales(self, stretch: Stretch, factor: float | torch.Tensor) -> torch.Tensor:
+    def scales(
+        self, stretch: Stretch, factor: float | torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
         """Return what multiplies each head's slope, `[heads]` float64.
 
         Args:
             stretch: The method.
-            factor: Its factor, a number or a tensor of one on the CPU or elsewhere.
+            factor: Its factor, a number or a tensor of one, on the CPU or the device.
+            device: Of the result.
         """
-        slopes = alibi_slopes(self.heads)
-        if isinstance(factor, torch.Tensor):
-            slopes = slopes.to(factor.device)
+        slopes = device_slopes(self.heads, device)
         scaled = (linear_slopes if stretch.formula == "linear" else ntk_slopes)(slopes, factor)
         return scaled / slopes
 
@@ -77,7 +78,7 @@ class SlopesSite(Site):
         """Return the slopes' range of scales."""
         if stretch.is_dynamic:
             return f"{self.name}: ALiBi's slopes of {self.heads} heads follow the text's length"
-        scales = self.scales(stretch, stretch.factor)
+        scales = self.scales(stretch, stretch.factor, torch.device("cpu"))
         return (
             f"{self.name}: ALiBi's slopes of {self.heads} heads times {scales.max():.4g} "
             f"(steepest) to {scales.min():.4g} (flattest)"
@@ -155,17 +156,17 @@ class SlopeHook:
         if stretch.is_dynamic:
             # A static cache has more keys than tokens; the mask knows what the last query sees.
             tokens = torch.tensor(keys) if key_mask is None else key_mask.tokens
-            factor = (tokens.double() / stretch.trained_length).clamp(min=1)
+            factor = stretch.factor_at(tokens)
             is_longer = factor > 1
-        scales = site.scales(stretch, factor).to(bias.device, torch.float32)
-        is_folded = key_mask is not None and key_mask.allowed.shape[1] == site.heads > 1
+        scales = site.scales(stretch, factor, bias.device).float()
+        is_folded = key_mask is not None and key_mask.visible.shape[1] == site.heads > 1
         exact = bias.dtype in _HALF or is_folded if stretch.exact is None else stretch.exact
         if key_mask is None or not exact or site.from_end:
             changes[site.argument] = _scaled(bias, scales)
             if key_mask is not None and is_folded:
-                changes[_MASK] = torch.where(key_mask.allowed, _scaled(mask, scales), mask)
+                changes[_MASK] = torch.where(key_mask.visible, _scaled(mask, scales), mask)
             return changes
-        slopes = alibi_slopes(site.heads).to(bias.device, torch.float32) * scales
+        slopes = device_slopes(site.heads, bias.device).float() * scales
         if is_folded:
             changes = self._folded(layer, key_mask, slopes, kwargs)
         else:
@@ -191,7 +192,7 @@ class SlopeHook:
         times = (1 if is_fused else 2) / math.sqrt(self.site.head_dim)
         built = key_mask.exact_bias(slopes * times, mask.dtype)
         return {
-            _MASK: torch.where(key_mask.allowed, built, mask),
+            _MASK: torch.where(key_mask.visible, built, mask),
             argument: torch.zeros_like(bias),
         }
 

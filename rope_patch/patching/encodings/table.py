@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rope_patch.encodings.learned import STRETCHES, stretch_table
-from rope_patch.encodings.sinusoidal import LAWS, sinusoidal_table
+from rope_patch.encodings.sinusoidal import LAWS, ntk_base, sinusoidal_table
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.encodings.cache_guard import CacheGuard
 from rope_patch.patching.encodings.sighting import TableSighting
@@ -157,16 +157,14 @@ class SinusoidalTableSite(TableSite):
     def rows(self, stretch: Stretch) -> torch.Tensor:
         """Return sines and cosines of squeezed positions, or of a larger base.
 
-        With `ntk` the slowest wavelength grows by the factor and the fastest stays
-        (base * factor ** (D / (D - 2)) for the paper's frequencies).
+        With `ntk` the slowest wavelength grows by the factor and the fastest stays.
         """
         assert stretch.length is not None
         tokens = torch.arange(stretch.length, dtype=torch.float64)
         if stretch.method == "linear":
             return self.compute(self.sighting.first_row + tokens / stretch.factor)
-        width = self.table.shape[1]
-        power = width / (width - 2) if self.law == "vaswani" else 1.0
-        return self.compute(self.sighting.first_row + tokens, _BASE * stretch.factor**power)
+        base = ntk_base(_BASE, stretch.factor, self.table.shape[1], self.law)
+        return self.compute(self.sighting.first_row + tokens, base)
 
     def apply(self, model: nn.Module, stretch: Stretch, undo_log: UndoLog) -> None:
         """Put the computed table in; a module that grows by itself grows no further."""

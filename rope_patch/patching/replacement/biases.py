@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.encodings.alibi import alibi_bias, alibi_slopes
+from rope_patch.encodings.alibi import alibi_bias, alibi_slopes, device_slopes
 from rope_patch.encodings.decay import fire_progress, kerple_log, kerple_power, sandwich
 from rope_patch.encodings.t5_buckets import t5_bucket
 from rope_patch.patching.encodings.buckets import BucketsSite
@@ -46,12 +46,14 @@ class AlibiBias(BiasEncoding):
         self.head_dim = shape.width // shape.heads
 
     def forward(self, span: Span) -> torch.Tensor:
-        slopes, distances = alibi_slopes(self.heads), span.distances
+        device = span.queries.device
+        slopes = device_slopes(self.heads, device)
         if self.extension is not None:
             site, stretch = self.extension
-            keys = int(span.queries[-1]) + 1 if stretch.is_dynamic else 0
-            slopes = slopes * site.scales(stretch, stretch.factor_at(keys))
-        return alibi_bias(slopes.to(distances.device, torch.float32), distances.float())[None]
+            is_dynamic = stretch.is_dynamic
+            factor = stretch.factor_at(span.queries[-1] + 1) if is_dynamic else stretch.factor
+            slopes = slopes * site.scales(stretch, factor, device)
+        return alibi_bias(slopes.float(), span.distances.float())[None]
 
     def sites(self, name: str) -> Sequence[Site]:
         return [ComputedSlopesSite(name, self, "", self.heads, self.head_dim, from_end=True)]
@@ -187,9 +189,9 @@ class SandwichBias(BiasEncoding):
         self.heads, self.width = shape.heads, width
 
     def forward(self, span: Span) -> torch.Tensor:
-        distances = span.distances
-        longest = torch.arange(int(distances.max()) + 1, device=distances.device)
-        return sandwich(longest, self.heads, self.width).float()[:, distances][None]
+        # No distance is longer than the keys, whose number is known without the device.
+        reach = torch.arange(len(span.keys), device=span.keys.device)
+        return sandwich(reach, self.heads, self.width).float()[:, span.distances][None]
 
     def describe(self) -> str:
         return f"logits get the dot product of two sinusoidal encodings of width {self.width}"

@@ -104,6 +104,18 @@ class AbsoluteEncoding(Encoding):
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """Return what is added at positions `[B, S]`, `[B, S, D]`."""
 
+    def require_known(self, positions: torch.Tensor, slots: int | None) -> None:
+        """Raise if the encoding has no vector for a position; nothing unless overridden.
+
+        Args:
+            positions: `[B, S]`.
+            slots: Slots of the cache up to the last query's, which counted positions lie within;
+                None if a device would have to be waited for to know them.
+
+        Raises:
+            ValueError: A position has no vector.
+        """
+
 
 class BiasEncoding(Encoding):
     """An encoding that adds a number to each attention logit."""

@@ -6,11 +6,12 @@ import inspect
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 
+from rope_patch.patching.active import current
+from rope_patch.patching.architecture.probe import call_rotary, make_probe
 from rope_patch.patching.architecture.rotary_modules import find_decoder, find_rotaries, is_mrope
-from rope_patch.patching.encodings.handle import current_encoding
-from rope_patch.patching.handle import current
 from rope_patch.patching.replacement.encoding import DecoderShape
 from rope_patch.patching.replacement.handle import EncodedModel, current_encode
 from rope_patch.patching.replacement.hooks import require_implementation
@@ -42,7 +43,7 @@ def encode(model: nn.Module, name: str, **options: Any) -> EncodedModel:
     """
     decoder = _decoder(model)
     before = current_encode(model)
-    if (patch := current(model) or current_encoding(model)) is not None:
+    if (patch := current(model)) is not None:
         raise Refused(
             f"{type(model).__name__} is patched ({patch}): expected an unpatched model; undo the "
             "patch first (rope_patch.unpatch)"
@@ -79,6 +80,7 @@ def _decoder(model: nn.Module) -> Any:
         ValueError: The model is not of Llama's kind.
     """
     rotary = find_rotaries(model)[0]
+    config: Any = rotary.module.config
     name = type(model).__name__
     decoder: Any = find_decoder(model, rotary)
     layers = list(getattr(decoder, "layers", None) or ())
@@ -88,9 +90,16 @@ def _decoder(model: nn.Module) -> Any:
             f"{name} has no layers whose self_attn is given its rotation (position_embeddings): "
             "expected a decoder of Llama's kind, such as LlamaForCausalLM or Qwen3ForCausalLM"
         )
-    if is_mrope(rotary.module, rotary.module.config):
+    if is_mrope(rotary.module, config):
         raise Refused(
             f"{name} gives a token several positions (M-RoPE): expected a decoder of texts alone"
+        )
+    layer_type, first = next(iter(rotary.prefixes)), torch.zeros(1, 1, dtype=torch.long)
+    rotation = call_rotary(make_probe(rotary, config), torch.zeros(1, 1, 1), first, layer_type)
+    if not isinstance(rotation, tuple):
+        raise Refused(
+            f"{name} rotates by complex numbers, not by cos and sin (Llama 4): expected a decoder "
+            "of Llama's kind, such as LlamaForCausalLM or Qwen3ForCausalLM"
         )
     return decoder
 

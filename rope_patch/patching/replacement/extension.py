@@ -8,6 +8,7 @@ from torch import nn
 
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
+from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.replacement.encoding import RotaryEncoding, find_encoding
 from rope_patch.utils.errors import Refused
 
@@ -52,10 +53,16 @@ def encoded_extension(model: nn.Module, extension: Extension) -> Extension:
     return replace(extension, kernels="hf")
 
 
-def encoded_refusal(model: nn.Module) -> Refused | None:
-    """Return why an encoded model is extended as one that does not rotate; None for all others."""
+def rotation_refusal(model: nn.Module) -> Refused | None:
+    """Return why no rotation of a model can be extended; None if one can."""
     encoding = find_encoding(model)
-    if encoding is None or encoding.name == "none" or isinstance(encoding, RotaryEncoding):
+    if encoding is None:
+        try:
+            find_rotaries(model)
+        except Refused as refusal:
+            return refusal
+        return None
+    if encoding.name == "none" or isinstance(encoding, RotaryEncoding):
         return None
     return Refused(
         f"the encoding {encoding.name!r} cannot be extended: expected one of alibi, t5, learned, "

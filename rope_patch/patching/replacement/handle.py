@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_patch.patching.active import current
 from rope_patch.patching.config_copy import ConfigOverride
 from rope_patch.patching.replacement.encoding import (
     AbsoluteEncoding,
@@ -18,10 +19,11 @@ from rope_patch.patching.replacement.encoding import (
 from rope_patch.patching.replacement.hooks import (
     AttentionHook,
     PositionsHook,
-    SharedBiases,
+    SharedTensors,
     TableHook,
 )
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.errors import Refused
 from rope_patch.utils.notebook import text_html
 
 logger = logging.getLogger("rope_patch")
@@ -37,7 +39,7 @@ class EncodedModel:
         encoding: The submodule that computes it and holds its trained parts.
         model: The whole model.
         decoder: The module in it that holds the layers.
-        original_rope_parameters: What the config said of the rotation before.
+        original_rope_parameters: What the config says of the rotation without the encoding.
     """
 
     def __init__(
@@ -48,8 +50,7 @@ class EncodedModel:
         self.encoding = encoding
         self.model = model
         self.decoder = decoder
-        config: Any = decoder.config
-        self.original_rope_parameters = copy.deepcopy(config.rope_parameters)
+        self.original_rope_parameters: dict[str, Any] = {}
         self._undo_log = UndoLog()
         self._config_override = ConfigOverride()
 
@@ -59,7 +60,19 @@ class EncodedModel:
         return getattr(self.decoder, ATTRIBUTE, None) is self.encoding
 
     def undo(self) -> None:
-        """Give the decoder its class's own encoding back; do nothing if that is in effect."""
+        """Give the decoder its class's own encoding back; do nothing if that is in effect.
+
+        Raises:
+            ValueError: The encoding is extended by a patch, which must be undone first.
+        """
+        if self.active and (patch := current(self.model)) is not None:
+            raise Refused(
+                f"the encoding {self.name!r} is patched ({patch}): expected an unpatched model; "
+                "undo the patch first (rope_patch.unpatch)"
+            )
+        self._undo()
+
+    def _undo(self) -> None:
         if foreign := self._undo_log.undo() + self._config_override.undo():
             logger.warning(
                 "%s: replaced after the model was encoded, so undoing leaves it as it is",
@@ -73,8 +86,9 @@ class EncodedModel:
     def apply(self) -> None:
         """Change the decoder; restore it if any step fails."""
         decoder: Any = self.decoder
-        encoding, log, shared = self.encoding, self._undo_log, SharedBiases()
+        encoding, log, shared = self.encoding, self._undo_log, SharedTensors()
         encoding.handle = self
+        self.original_rope_parameters = copy.deepcopy(decoder.config.rope_parameters)
         try:
             encoding.install(self.model, decoder, log, self._config_override)
             log.set(decoder, ATTRIBUTE, encoding)
@@ -87,7 +101,7 @@ class EncodedModel:
                     hook = AttentionHook(encoding, layer, index, shared)
                     log.hook(layer.self_attn, before=hook)
         except BaseException:
-            self.undo()
+            self._undo()
             raise
 
     def __str__(self) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,24 +21,39 @@ from rope_patch.utils.errors import Refused
 BY_MASK = ("eager", "sdpa")
 BY_BIAS = ("flex_attention",)
 _ROTATION = "position_embeddings"
+_TAKES_POSITIONS: dict[Any, bool] = {}  # by class of caches
 
 
-class SharedBiases:
+class SharedTensors:
     """What a forward of a decoder has computed for one layer and the others use, too, by thread."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     @property
-    def found(self) -> dict[Any, tuple[Any, torch.Tensor]]:
-        """Return masks with their bias by shape and mask, beside the mask that was given."""
-        if not hasattr(self._local, "found"):
-            self._local.found = {}
-        return self._local.found
+    def entries(self) -> dict[Any, tuple[Any, Any]]:
+        """Return masks with their bias, and rotations by angle 0, beside what was given, by its id.
+
+        What was given is kept, because its id would else be that of another tensor later.
+        """
+        if not hasattr(self._local, "entries"):
+            self._local.entries = {}
+        return self._local.entries
+
+    def no_rotation(
+        self, cosines: torch.Tensor, sines: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of angle 0, in the shape of those given."""
+        if torch.compiler.is_compiling():
+            return torch.ones_like(cosines), torch.zeros_like(sines)
+        if id(cosines) not in self.entries:
+            still = torch.ones_like(cosines), torch.zeros_like(sines)
+            self.entries[id(cosines)] = cosines, still
+        return self.entries[id(cosines)][1]
 
     def forget(self, *_: Any) -> None:
         """Forget everything (hook before and after the decoder)."""
-        self.found.clear()
+        self.entries.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -50,11 +67,12 @@ class AttentionHook:
 
     Attributes:
         encoding: The decoder's encoding.
-        layer: The layer's index.
-        shared: The biases of the present forward.
+        layer: The layer around the attention.
+        index: The layer's index.
+        shared: What the layers of the present forward share.
     """
 
-    def __init__(self, encoding: Encoding, layer: nn.Module, index: int, shared: SharedBiases):
+    def __init__(self, encoding: Encoding, layer: nn.Module, index: int, shared: SharedTensors):
         self.encoding = encoding
         self.layer = layer
         self.index = index
@@ -67,8 +85,7 @@ class AttentionHook:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         kwargs = dict(kwargs)
         if not self.encoding.rotates(self.index):
-            cosines, sines = kwargs[_ROTATION]
-            kwargs[_ROTATION] = torch.ones_like(cosines), torch.zeros_like(sines)
+            kwargs[_ROTATION] = self.shared.no_rotation(*kwargs[_ROTATION])
         if isinstance(self.encoding, BiasEncoding):
             require_implementation(self.encoding, implementation)
             if implementation in BY_BIAS:
@@ -104,19 +121,20 @@ class AttentionHook:
         hidden: torch.Tensor,
         kwargs: dict[str, Any],
         mask: Any,
-        compute: Any,
+        compute: Callable[[Span], torch.Tensor],
     ) -> torch.Tensor:
-        span, shape = span_of(attention, hidden, kwargs)
+        slots, positions = Slots.of(attention, hidden, kwargs), kwargs.get("position_ids")
         # A checkpointed layer runs again alone in the backward pass, and must compute the same.
         alone = self.layer.training and getattr(self.layer, "gradient_checkpointing", False)
-        if alone or shape is None or torch.compiler.is_compiling():
-            return compute(span)
-        key = (*shape, id(mask), id(kwargs.get("position_ids")), hidden.device)
-        found = self.shared.found
-        if key not in found:
-            # With the mask, whose identity would else be given to another one.
-            found[key] = (mask, kwargs.get("position_ids")), compute(span)
-        return found[key][1]
+        # Where the first key is a tensor, its number could not be compared without waiting for it.
+        if alone or isinstance(slots.first_key, torch.Tensor) or torch.compiler.is_compiling():
+            return compute(slots.span(hidden.device, positions))
+        shape = (slots.queries, slots.keys, slots.first_key)
+        key = (*shape, id(mask), id(positions), hidden.device)
+        entries = self.shared.entries
+        if key not in entries:
+            entries[key] = (mask, positions), compute(slots.span(hidden.device, positions))
+        return entries[key][1]
 
 
 class TableHook:
@@ -138,10 +156,13 @@ class TableHook:
                 f"{type(layer).__name__} was given no position_ids, which the encoding "
                 f"{self.encoding.name!r} adds vectors for"
             )
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if not torch.compiler.is_compiling():
+            slots = Slots.of(layer.self_attn, hidden, kwargs).end
+            self.encoding.require_known(positions, slots)
         if "hidden_states" in kwargs:
-            hidden = kwargs["hidden_states"]
             return args, {**kwargs, "hidden_states": self._added(hidden, positions)}
-        return (self._added(args[0], positions), *args[1:]), kwargs
+        return (self._added(hidden, positions), *args[1:]), kwargs
 
     def _added(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return hidden + self.encoding(positions.to(hidden.device)).to(hidden.dtype)
@@ -205,39 +226,75 @@ def biased_mask(mask: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> t
     return sums.clamp(min=lowest).to(dtype)
 
 
-def span_of(
-    attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any]
-) -> tuple[Span, tuple[int, int, int] | None]:
-    """Return the slots of an attention call, before its cache takes the new keys.
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """The slots of the cache that an attention call reads, before its cache takes the new keys.
 
-    Returns:
-        The span; and numbers that tell it from others of the same forward (queries, keys, first
-        key), None if they are not known without waiting for a device.
+    Attributes:
+        queries: How many queries there are.
+        keys: How many keys.
+        first_query: The first query's slot; a tensor in a static cache, which counts on its device.
+        first_key: The first key's slot, likewise.
     """
-    cache, count = kwargs.get("past_key_values"), hidden.shape[1]
-    keys, first_query, first_key = count, 0, 0
-    if cache is not None:
-        at = attention.layer_idx
-        offset = getattr(cache, "get_query_offset", None) or cache.get_seq_length
-        first_query = offset(at)
-        keys, first_key = _mask_sizes(cache, count, first_query, at, hidden.device)
-    device = hidden.device
-    span = Span(
-        torch.arange(count, device=device) + first_query,
-        torch.arange(keys, device=device) + first_key,
-        kwargs.get("position_ids"),
-    )
-    known = isinstance(first_key, int)
-    return span, (count, keys, first_key) if known else None
+
+    queries: int
+    keys: int
+    first_query: int | torch.Tensor = 0
+    first_key: int | torch.Tensor = 0
+
+    @classmethod
+    def of(cls, attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> Slots:
+        """Return the slots of a call.
+
+        Args:
+            attention: The attention, whose `layer_idx` names its part of the cache.
+            hidden: Its hidden states, `[B, Q, D]`.
+            kwargs: Its other arguments, or those of its layer, which has the same cache.
+        """
+        cache, queries = kwargs.get("past_key_values"), hidden.shape[1]
+        if cache is None:
+            return cls(queries, queries)
+        layer: int = attention.layer_idx
+        first = (getattr(cache, "get_query_offset", None) or cache.get_seq_length)(layer)
+        size: Any = queries
+        if _takes_positions(type(cache)):
+            size = torch.arange(queries, device=hidden.device) + first
+        keys, first_key = cache.get_mask_sizes(size, layer)
+        return cls(queries, keys, first, first_key)
+
+    @property
+    def end(self) -> int | None:
+        """Return the slot behind the last query's; None if its device would be waited for."""
+        if isinstance(self.first_query, int):
+            return self.first_query + self.queries
+        # A static cache has as many slots as keys, unless its window moves.
+        is_whole = isinstance(self.first_key, int) and self.first_key == 0
+        return self.keys if is_whole else None
+
+    def span(self, device: torch.device, positions: torch.Tensor | None) -> Span:
+        """Return the queries and keys as tensors on a device."""
+        return Span(
+            torch.arange(self.queries, device=device) + self.first_query,
+            torch.arange(self.keys, device=device) + self.first_key,
+            positions,
+        )
 
 
-def _mask_sizes(cache: Any, count: int, start: Any, layer: int, device: Any) -> tuple[int, int]:
-    if "cache_position" in inspect.signature(cache.get_mask_sizes).parameters:
-        return cache.get_mask_sizes(torch.arange(count, device=device) + start, layer)
-    return cache.get_mask_sizes(count, layer)
+def _takes_positions(cache_class: Any) -> bool:
+    """Return whether caches of a class count by positions, as in transformers 5.0, or by numbers.
+
+    Each class is asked once, because that takes longer than a small kernel. (Dynamo warns of
+    `functools.cache`.)
+    """
+    if cache_class not in _TAKES_POSITIONS:
+        parameters = inspect.signature(cache_class.get_mask_sizes).parameters
+        _TAKES_POSITIONS[cache_class] = "cache_position" in parameters
+    return _TAKES_POSITIONS[cache_class]
 
 
 def _logits_dtype(hidden: torch.Tensor) -> torch.dtype:
     """Return the dtype of an attention's logits: autocast's where that is on."""
     kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype

@@ -22,7 +22,7 @@ from rope_patch.patching.replacement.encoding import (
     require_positive,
     require_share,
 )
-from rope_patch.patching.replacement.hooks import span_of
+from rope_patch.patching.replacement.hooks import Slots
 from rope_patch.patching.replacement.registry import register_encoding
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.rope_config import by_layer_type
@@ -189,7 +189,7 @@ class FadingPairs:
     def note_span(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the slots of a call, before its cache grows (pre-hook of the attention)."""
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        self._local.span = span_of(attention, hidden, kwargs)[0]
+        self._local.span = Slots.of(attention, hidden, kwargs).span(hidden.device, None)
 
     def attend(
         self,

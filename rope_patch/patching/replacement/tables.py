@@ -11,7 +11,7 @@ from torch import nn
 
 from rope_patch.encodings.counted import digit_count, digit_table, integer_table, normalised_table
 from rope_patch.encodings.learned import STRETCHES
-from rope_patch.encodings.sinusoidal import LAYOUTS, sinusoidal_table
+from rope_patch.encodings.sinusoidal import LAYOUTS, ntk_base, sinusoidal_table
 from rope_patch.patching.encodings.probe import TableSighting
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.encodings.table import LearnedTableSite
@@ -70,8 +70,8 @@ class FixedTable(AbsoluteEncoding):
         """Return the unscaled vectors of positions `[N]`, `[N, D]`."""
         raise NotImplementedError
 
-    def squeezed(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return positions, divided by the factor under the method `linear`."""
+    def read_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return where the formula is read: at positions divided by the factor of `linear`."""
         if self.stretch is None or self.stretch.method != "linear":
             return positions
         return positions.double() / self.stretch.factor
@@ -81,7 +81,8 @@ class FixedTable(AbsoluteEncoding):
 
     def _scale_text(self) -> str:
         trained = "trained" if self.scale.requires_grad else "fixed"
-        return f"scale {self.scale.item():.4g}, {trained}"
+        value = "without weights" if self.scale.is_meta else f"{self.scale.item():.4g}"
+        return f"scale {value}, {trained}"
 
 
 @register_encoding("integer")
@@ -96,7 +97,7 @@ class IntegerTable(FixedTable):
         super().__init__(shape, scale, train_scale)
 
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
-        return integer_table(self.squeezed(positions), self.width)
+        return integer_table(self.read_positions(positions), self.width)
 
     def describe(self) -> str:
         return f"every component of an embedding gets its position ({self._scale_text()})"
@@ -104,7 +105,11 @@ class IntegerTable(FixedTable):
 
 @register_encoding("normalised")
 class NormalisedTable(FixedTable):
-    """The position divided by a length that stays, in every component."""
+    """The position divided by a length that stays, in every component.
+
+    Attributes:
+        divisor: The option `length`; the config's longest text unless given.
+    """
 
     methods = ("linear",)
 
@@ -117,15 +122,15 @@ class NormalisedTable(FixedTable):
         train_scale: bool = True,
     ) -> None:
         super().__init__(shape, scale, train_scale)
-        self.length = shape.length if length is None else length
-        require_count("length", self.length)
+        self.divisor = shape.length if length is None else length
+        require_count("length", self.divisor)
 
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
-        return normalised_table(self.squeezed(positions), self.width, self.length)
+        return normalised_table(self.read_positions(positions), self.width, self.divisor)
 
     def describe(self) -> str:
         return (
-            f"every component of an embedding gets its position / {self.length:,} "
+            f"every component of an embedding gets its position / {self.divisor:,} "
             f"({self._scale_text()})"
         )
 
@@ -200,9 +205,10 @@ class SinusoidalTable(FixedTable):
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
         base = self.base
         if self.stretch is not None and self.stretch.method == "ntk":
-            # The slowest wavelength grows by the factor, and the fastest stays.
-            base *= self.stretch.factor ** (self.width / (self.width - 2))
-        return sinusoidal_table(self.squeezed(positions), self.width, base=base, layout=self.layout)
+            base = ntk_base(base, self.stretch.factor, self.width)
+        return sinusoidal_table(
+            self.read_positions(positions), self.width, base=base, layout=self.layout
+        )
 
     def describe(self) -> str:
         return (
@@ -227,15 +233,27 @@ class LearnedTable(AbsoluteEncoding):
         nn.init.normal_(self.table.weight, std=shape.spread)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.table(positions)
+
+    def require_known(self, positions: torch.Tensor, slots: int | None) -> None:
+        """Raise if positions lie beyond the table.
+
+        Elsewhere than on a CPU, positions are not read where the cache's slots are within the
+        table, as counted positions then are, too; torch stops at others by itself, without advice.
+
+        Raises:
+            ValueError: They do; says how many rows there are, and what has more.
+        """
         rows = self.table.num_embeddings
-        last = 0 if torch.compiler.is_compiling() else int(positions.max())
+        if slots is not None and slots <= rows and positions.device.type != "cpu":
+            return
+        last = int(positions.max())
         if last >= rows:
             raise Refused(
                 f"position {last:,} lies beyond the {rows:,} rows of the learned table: expected a "
                 f"shorter text, or a stretched table (rope_patch.patch(model, 'linear', "
                 f"length={last + 1}); also {', '.join(STRETCHES[1:])})"
             )
-        return self.table(positions)
 
     def sites(self, name: str) -> Sequence[Site]:
         table = f"{name}.table"
@@ -251,7 +269,7 @@ class FixedTableSite(Site):
     """A formula's table, read at squeezed positions.
 
     Attributes:
-        length: Tokens of pretraining.
+        length: Tokens of the longest text that the config stated when the model was encoded.
     """
 
     length: int
@@ -260,7 +278,7 @@ class FixedTableSite(Site):
     methods: ClassVar[tuple[str, ...]] = ("linear",)
 
     def trained_length(self, config: Any) -> int:
-        """Return the encoding's length."""
+        """Return the length that the config stated."""
         return self.length
 
     def changes(self, stretch: Stretch) -> bool:

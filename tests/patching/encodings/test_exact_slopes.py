@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from helpers.encoding_models import encoding_model
+from helpers.no_copies import NoCopies
 from transformers import StaticCache
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
@@ -244,3 +245,17 @@ def test_options_that_a_model_does_not_have_are_refused(family, arguments, messa
     with pytest.raises((ValueError, TypeError), match=message):
         rope_patch.patch(model, "ntk", factor=2, trained_length=TRAINED, **arguments)
     assert rope_patch.current(model) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["ntk", "dynamic-ntk"])
+@pytest.mark.parametrize("family", HEAD_FIELDS)
+def test_no_forward_waits_for_the_device(family, method, dtype):
+    model = alibi_model(family).to(dtype)
+    length = {} if method == "dynamic-ntk" else {"factor": FACTOR}
+    rope_patch.patch(model, method, trained_length=TRAINED, **length)
+    model.to("meta")
+    ids, mask = IDS.to("meta"), torch.ones_like(IDS, device="meta")
+    model(ids, attention_mask=mask)  # what a device keeps from the first forward on
+    with NoCopies():
+        model(ids, attention_mask=mask)

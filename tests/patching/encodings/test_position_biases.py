@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from helpers.encoding_models import LENGTH, encoding_model, token_logits
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.models.bloom import modeling_bloom
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -201,3 +202,26 @@ def test_dynamic_t5_changes_nothing_up_to_the_trained_length():
     with rope_patch.patch(model, "dynamic-log-tail", trained_length=LENGTH):
         assert torch.equal(token_logits(model, LENGTH), short)
         assert not torch.equal(token_logits(model, 3 * LENGTH), long)
+
+
+@pytest.mark.parametrize("method", ["dynamic-log-tail", "dynamic-linear"])
+@pytest.mark.parametrize("family", ["T5ForConditionalGeneration", "UMT5ForConditionalGeneration"])
+def test_dynamic_t5_follows_the_tokens_in_a_static_cache(family, method):
+    """A static cache has slots ahead of the tokens, which are no distance to any key."""
+    model = encoding_model(family)
+    ids = torch.arange(10, 10 + 2 * LENGTH)[None]
+    encoded = model.get_encoder()(ids)
+
+    def read(own):
+        cache, logits = EncoderDecoderCache(own, DynamicCache()), []
+        for part in ids.split(LENGTH // 2, dim=1):
+            step = model(encoder_outputs=encoded, decoder_input_ids=part, past_key_values=cache)
+            logits.append(step.logits)
+        return torch.cat(logits, 1)
+
+    plain = read(DynamicCache())
+    with rope_patch.patch(model, method, trained_length=LENGTH):
+        got = read(StaticCache(config=model.config, max_cache_len=6 * LENGTH))
+        torch.testing.assert_close(got, read(DynamicCache()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got[:, :LENGTH], plain[:, :LENGTH], rtol=1e-4, atol=1e-5)
+    assert (got - plain)[:, LENGTH:].abs().max() > 1e-3

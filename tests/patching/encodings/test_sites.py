@@ -49,6 +49,17 @@ def test_longt5_squeezes_distances_between_blocks_and_keeps_its_window():
     assert torch.equal(attention.compute_side_bias(mask, segments), side)
 
 
+@pytest.mark.parametrize("method", ["log-tail", "dynamic-log-tail"])
+def test_longt5_is_asked_for_a_block_more_than_it_tells_apart(method):
+    """Eight blocks of four tokens have a bucket of their own, so the ninth is the first to move."""
+    model = tiny_text_model("longt5, transient-global")
+    length = {} if method.startswith("dynamic") else {"factor": FACTOR}
+    with pytest.raises(rope_patch.Refused, match=r"at least 36 tokens.*got 35"):
+        rope_patch.patch(model, method, trained_length=35, **length)
+    with rope_patch.patch(model, method, trained_length=36, **length):
+        model.encoder(IDS)
+
+
 def test_longt5_with_a_window_has_no_new_distances_in_its_encoder():
     model = tiny_text_model("longt5")
     before = model.encoder(IDS).last_hidden_state

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from helpers.encoded_models import IDS, NAMES, ONE_EACH, VARIANTS, encoded, llama, logits, tokens
+from helpers.no_copies import NoCopies
 from transformers import DynamicCache, StaticCache
 
 import rope_patch
-from rope_patch.patching.replacement.hooks import biased_mask
+from rope_patch.patching.replacement.hooks import Slots, biased_mask
 
 BIASES = ["alibi", "fire", "kerple", "sandwich", "t5"]
 CLOSE = {"rtol": 0, "atol": 2e-5}
@@ -51,6 +52,22 @@ def test_windows_see_the_same_under_all_caches(name):
     ).abs().max() > 1e-3
     for cache in caches(model):
         torch.testing.assert_close(in_chunks(model, ids, cache), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_slots_end_at_or_behind_the_text(window):
+    """A learned table on a GPU is checked by this number instead of by positions."""
+    model = llama("Mistral", sliding_window=window)
+    attention, hidden = model.model.layers[0].self_attn, torch.zeros(2, 1, 32)
+    for cache in caches(model):
+        for read in range(1, 12):
+            logits(model, tokens(count=1), past_key_values=cache, use_cache=True)
+            end = Slots.of(attention, hidden, {"past_key_values": cache}).end
+            assert end is not None
+            assert read + 1 <= end <= 20
+            if isinstance(cache, DynamicCache):
+                assert end == read + 1
+    assert Slots.of(attention, hidden, {}).end == 1
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -223,3 +240,48 @@ def test_kernels_without_biases_are_refused(name, implementation):
     model.config._attn_implementation = implementation
     with pytest.raises(rope_patch.Refused, match="takes no bias"):
         logits(model, tokens())
+
+
+EXTENDED = [
+    *[(name, options, None, {}) for name, options in ONE_EACH],
+    ("alibi", {}, "ntk", {"factor": 4}),
+    ("alibi", {}, "dynamic-ntk", {}),
+    ("alibi", {}, "dynamic-linear", {}),
+    ("t5", {"buckets": 8}, "log-tail", {"factor": 4}),
+    ("t5", {"buckets": 8}, "dynamic-log-tail", {}),
+    ("t5", {"buckets": 8}, "dynamic-linear", {}),
+    ("learned", {}, "linear", {"factor": 4}),
+    ("sinusoidal", {}, "ntk", {"factor": 4}),
+]
+
+
+def extended(name, options, method, arguments):
+    model = encoded(name, options)
+    if method is not None:
+        rope_patch.patch(model, method, **arguments)
+    return model
+
+
+@pytest.mark.parametrize(("name", "options", "method", "arguments"), EXTENDED)
+def test_no_step_waits_for_the_device(name, options, method, arguments):
+    model = extended(name, options, method, arguments).to("meta")
+    ids = torch.zeros(2, 3, dtype=torch.long, device="meta")
+    logits(model, ids)  # what a device keeps from the first forward on
+    cache = DynamicCache(config=model.config)
+    with NoCopies():
+        for part in (ids, ids[:, :1], ids[:, :1]):
+            logits(model, part, past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("learned", None), ("sandwich", None), ("alibi", "dynamic-ntk"), ("t5", "dynamic-log-tail")],
+)
+def test_compiled_graphs_stay_whole(name, method):
+    model = extended(name, {"buckets": 8} if name == "t5" else {}, method, {})
+    ids, cache = tokens(), DynamicCache(config=model.config)
+    expected = in_chunks(model, ids, DynamicCache(config=model.config), sizes=(12,))
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got = in_chunks(step, ids, cache, sizes=(12,))
+    torch.testing.assert_close(got, expected, **CLOSE)

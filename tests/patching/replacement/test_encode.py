@@ -161,3 +161,44 @@ def test_other_models_are_refused():
     rope_patch.patch(model, "yarn", factor=4)
     with pytest.raises(rope_patch.Refused, match="undo the patch first"):
         rope_patch.encode(model, "alibi")
+    llama4 = transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(
+            vocab_size=60,
+            hidden_size=32,
+            intermediate_size=32,
+            intermediate_size_mlp=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_local_experts=2,
+            pad_token_id=0,
+        )
+    )
+    with pytest.raises(rope_patch.Refused, match="complex numbers, not by cos and sin"):
+        rope_patch.encode(llama4, "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "arguments"),
+    [
+        ("alibi", "ntk", {"factor": 4}),
+        ("learned", "linear", {"factor": 4}),
+        ("rope", "yarn", {"factor": 4}),
+        ("none", "nope", {"temperature": 1.2}),
+    ],
+)
+def test_a_patched_encoding_is_not_undone_before_its_patch(name, method, arguments):
+    """Both change the model and its config, so another order would leave parts of the patch."""
+    model = llama()
+    before, config = logits(model, tokens()), model.config.to_dict()
+    handle = rope_patch.encode(model, name, **({"base": 50.0} if name == "rope" else {}))
+    patch = rope_patch.patch(model, method, **arguments)
+    patched = logits(model, tokens())
+    with pytest.raises(rope_patch.Refused, match="undo the patch first"):
+        handle.undo()
+    assert torch.equal(logits(model, tokens()), patched)
+    patch.undo()
+    handle.undo()
+    assert torch.equal(logits(model, tokens()), before)
+    assert model.config.to_dict() == config

@@ -159,3 +159,17 @@ def test_unsuitable_methods_are_refused(name, method, arguments, match):
         rope_patch.patch(model, method, **arguments)
     assert rope_patch.current(model) is None
     assert torch.equal(logits(model, tokens()), before)
+
+
+def test_the_divisor_of_normalised_positions_is_no_trained_length():
+    model = encoded("normalised", {"length": 40})
+    patch = rope_patch.patch(model, "linear", length=4 * LENGTH)
+    assert (patch.trained_length, patch.factor) == (LENGTH, 4)
+
+
+@pytest.mark.parametrize("name", ["sinusoidal", "integer"])
+def test_a_formula_may_be_trained_on_longer_texts_than_the_config_states(name):
+    """A formula has no last row, unlike a table."""
+    model = encoded(name, {})
+    patch = rope_patch.patch(model, "linear", trained_length=2 * LENGTH, factor=2)
+    assert patch.length == 4 * LENGTH

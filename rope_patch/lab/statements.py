@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rope_patch.lab.interval import seeded_difference
 from rope_patch.lab.measurement import SCALE
-from rope_patch.lab.results import LAST_HALF, RIGHT, LabResults, Measured
+from rope_patch.lab.results import LAST_HALF, RIGHT, LabResults, ScoreKey
 from rope_patch.lab.settings import RECALL, TEXT
 from rope_patch.statistics import Interval
 
@@ -48,8 +48,8 @@ class Statement:
     claim: str
     numbers: str
     setting: str
-    first: Measured
-    second: Measured
+    first: ScoreKey
+    second: ScoreKey
     bound: float = 0.0
     published: float | None = None
 
@@ -94,19 +94,19 @@ def compare(results: LabResults) -> list[Finding]:
     return findings
 
 
-def _text(encoding: str, multiple: int, method: str = "plain", quantity: str = "loss") -> Measured:
-    return Measured(TEXT, encoding, multiple, method, quantity)
+def _text(encoding: str, multiple: int, method: str = "plain", quantity: str = "loss") -> ScoreKey:
+    return ScoreKey(TEXT, encoding, multiple, method, quantity)
 
 
-def _recall(encoding: str, multiple: int | tuple[int, ...], method: str = "plain") -> Measured:
-    return Measured(RECALL, encoding, multiple, method, RIGHT)
+def _recall(encoding: str, multiple: int | tuple[int, ...], method: str = "plain") -> ScoreKey:
+    return ScoreKey(RECALL, encoding, multiple, method, RIGHT)
 
 
 def _perplexities(
     paper: str,
     claim: str,
-    first: Measured,
-    second: Measured,
+    first: ScoreKey,
+    second: ScoreKey,
     numbers: tuple[float, float],
     lengths: str,
     bound: float = 0.0,

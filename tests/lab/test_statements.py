@@ -3,7 +3,9 @@
 import pytest
 
 from rope_patch.lab.measurement import variants
-from rope_patch.lab.published import (
+from rope_patch.lab.results import LabResults
+from rope_patch.lab.settings import LabSettings
+from rope_patch.lab.statements import (
     AGREES,
     DISAGREES,
     STATEMENTS,
@@ -12,8 +14,6 @@ from rope_patch.lab.published import (
     compare,
     verdict,
 )
-from rope_patch.lab.results import LabResults
-from rope_patch.lab.settings import LabSettings
 from rope_patch.statistics import Interval
 
 
