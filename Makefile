@@ -23,7 +23,7 @@ demo: $(DEMO)/weights
 		--depths 10,35,65,90 --controls --out out/demo
 
 test: $(VENV)/installed
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: $(VENV)/weights out/table-weights
 	$(BIN)/pytest -m slow
