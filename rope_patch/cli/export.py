@@ -117,7 +117,7 @@ def _meta_model(path: str, engine: str, patched: bool) -> Any:
         ValueError: The folder was saved with a patch that its config cannot express.
     """
     from rope_patch.pretrained.loading import empty_model, read_config
-    from rope_patch.pretrained.saving import SIDECAR, read_sidecar
+    from rope_patch.pretrained.sidecar import SIDECAR, read_sidecar
 
     sidecar = read_sidecar(path)
     if patched and sidecar is not None and not sidecar.get("native"):

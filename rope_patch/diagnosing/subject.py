@@ -19,7 +19,8 @@ from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_r
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.adapters import adapter_base, is_adapter
 from rope_patch.pretrained.loading import empty_model, read_config
-from rope_patch.pretrained.saving import ADAPTER_CONFIG, read_sidecar
+from rope_patch.pretrained.saving import ADAPTER_CONFIG
+from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.utils.errors import Refused, describe_error, parse_json
 
 

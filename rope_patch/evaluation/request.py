@@ -15,7 +15,7 @@ from rope_patch.patching import check, check_encoding
 from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.loading import empty_model, require_dtype
 from rope_patch.pretrained.quantization import parse_quantization, require_unquantized
-from rope_patch.pretrained.saving import read_sidecar
+from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.tasks import short, texts
 from rope_patch.utils.errors import did_you_mean
 

@@ -28,7 +28,7 @@ from rope_patch.patching.method_wrappers import method_origin
 from rope_patch.pretrained.device_map import placement
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.quantization import loading_arguments, parse_quantization, quantize
-from rope_patch.pretrained.saving import read_sidecar
+from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.tasks import chat_template
 from rope_patch.utils import atomic_files, checksums, provenance
 from rope_patch.utils.atomic_files import NotWritten

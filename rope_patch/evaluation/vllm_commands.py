@@ -25,7 +25,7 @@ from rope_patch.patching import check
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config, read_tokenizer
-from rope_patch.pretrained.saving import extension_from_sidecar, read_sidecar
+from rope_patch.pretrained.sidecar import extension_from_sidecar, read_sidecar
 from rope_patch.tasks import chat_template
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, one_line

@@ -22,12 +22,8 @@ from rope_patch.patching.mla_scale import config_mscale, filter_by_layer_type, f
 from rope_patch.pretrained.encoding_adapter import require_same_encoding
 from rope_patch.pretrained.encoding_checkpoint import is_encoding_sidecar
 from rope_patch.pretrained.recorded_rotation import sidecar_frequencies
-from rope_patch.pretrained.saving import (
-    ADAPTER_CONFIG,
-    SIDECAR,
-    extension_from_sidecar,
-    read_sidecar,
-)
+from rope_patch.pretrained.saving import ADAPTER_CONFIG
+from rope_patch.pretrained.sidecar import SIDECAR, extension_from_sidecar, read_sidecar
 from rope_patch.rope_config import by_layer_type, config_rope_type
 from rope_patch.utils.errors import Refused, parse_json
 

@@ -42,7 +42,7 @@ from rope_patch.pretrained.model_folder import (
     require_model_folder,
 )
 from rope_patch.pretrained.recorded_rotation import require_recorded
-from rope_patch.pretrained.saving import SIDECAR, extension_from_sidecar, read_sidecar
+from rope_patch.pretrained.sidecar import SIDECAR, extension_from_sidecar, read_sidecar
 from rope_patch.pretrained.transformers_registry import needs_registration
 from rope_patch.rope_config import require_valid_rope_config
 from rope_patch.utils.errors import (

@@ -17,12 +17,8 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.encoding_checkpoint import TABLES, is_encoding_sidecar
 from rope_patch.pretrained.loading import empty_model, load, read_config
 from rope_patch.pretrained.model_folder import require_complete_shards, require_model_folder
-from rope_patch.pretrained.saving import (
-    SIDECAR,
-    raise_tokenizer_length,
-    read_sidecar,
-    record_patch,
-)
+from rope_patch.pretrained.saving import raise_tokenizer_length, record_patch
+from rope_patch.pretrained.sidecar import SIDECAR, read_sidecar
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, describe_error
 from rope_patch.utils.progress import progress_bar

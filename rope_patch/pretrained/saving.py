@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import tempfile
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig
 
-from rope_patch.extension import Extension
-from rope_patch.methods.registry import find_method
 from rope_patch.original_config import FIELD, original_field
 from rope_patch.patching import Patch
 from rope_patch.patching.active import current
@@ -25,14 +22,9 @@ from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.patching.mla_scale import config_mscale
 from rope_patch.patching.replacement.handle import EncodedModel, current_encode
-from rope_patch.pretrained.encoded_model import KIND, write_encoded
-from rope_patch.pretrained.encoding_checkpoint import TABLES, encoding_sidecar, record_encoding
-from rope_patch.pretrained.recorded_rotation import (
-    OUTSIDE,
-    is_missing,
-    outside_record,
-    recorded_extension,
-)
+from rope_patch.pretrained.encoded_model import write_encoded
+from rope_patch.pretrained.encoding_checkpoint import TABLES, record_encoding
+from rope_patch.pretrained.sidecar import SIDECAR, make_sidecar
 from rope_patch.pretrained.transformers_registry import to_native_rope_parameters
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, describe_error, parse_json
@@ -42,22 +34,8 @@ logger = logging.getLogger("rope_patch")
 
 # Errors of transformers for a config that it cannot read.
 _CONFIG_ERRORS = (KeyError, ValueError, TypeError, AttributeError)
-SIDECAR = "rope_patch.json"
 ADAPTER_CONFIG = "adapter_config.json"
 _DISK_ADVICE = "What was in the folder before is still there: REMEDY, and save again"
-_SIDECAR_TYPES: dict[str, Any] = {
-    "method": str,
-    "options": dict,
-    "original": dict,
-    "trained_length": int | None,
-    "layer_types": list | None,
-}
-_NEW_SIDECAR_TYPES: dict[str, Any] = {  # rope_patch 0.1 has the factor among the options
-    "factor": float | int | None,
-    "length": int | None,
-    "start": str,
-    OUTSIDE: dict,  # methods that are not ours
-}
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
@@ -149,7 +127,7 @@ def _write_folder(
         _refuse_adapter_beside_model(folder, adapters)
         if adapters:
             native, problem = False, None
-            sidecar = _make_sidecar(handle, native)
+            sidecar = make_sidecar(handle, native)
             sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
             for path in {staging, *adapters}:
                 (path / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
@@ -206,7 +184,7 @@ def record_patch(
     _complete_config(folder / "config.json", model, handle)
     problem = _loading_problem(folder, model)
     native = not problem and _loads_natively(folder, model, handle)
-    sidecar = _make_sidecar(handle, native)
+    sidecar = make_sidecar(handle, native)
     (folder / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
     return native, problem
 
@@ -227,97 +205,6 @@ def raise_tokenizer_length(folder: Path, handle: Patch | EncodingPatch) -> None:
         # Replaced and not changed, because it may be a link to the checkpoint's file.
         path.unlink()
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read the sidecar `rope_patch.json` of a folder; None if there is none.
-
-    Raises:
-        ValueError: The file is damaged, or of an encoded model.
-    """
-    path = Path(folder) / SIDECAR
-    if not path.is_file():
-        return None
-    try:
-        sidecar = dict(parse_json(path.read_text()))
-        if sidecar.get("kind") != KIND:
-            _require_fields(sidecar)
-    except (ValueError, TypeError) as error:
-        raise Refused(f"{path} is damaged ({error}): save the model again") from error
-    if sidecar.get("kind") == KIND:
-        raise Refused(
-            f"{folder} holds a model with another encoding (rope_patch.encode), which only "
-            "rope_patch.load reads: expected a model with the encoding of its class; call the "
-            "function of rope_patch with the model that load returns, where it takes one"
-        )
-    return sidecar
-
-
-def _require_fields(sidecar: dict[str, Any]) -> None:
-    """Raise unless a sidecar has all its fields, of their types."""
-    if missing := _SIDECAR_TYPES.keys() - sidecar.keys():
-        raise Refused(f"no {', '.join(sorted(missing))}")
-    for key, expected_type in (_SIDECAR_TYPES | _NEW_SIDECAR_TYPES).items():
-        if key in sidecar and not isinstance(sidecar[key], expected_type):
-            raise Refused(f"{key} is {sidecar[key]!r:.60}")
-    if "factor" not in {*sidecar, *sidecar["options"]}:
-        raise Refused("no factor among its options")
-
-
-def extension_from_sidecar(sidecar: dict[str, Any]) -> Extension:
-    """Return the request that restores the patch of a sidecar.
-
-    That is by its recorded frequencies, with a warning, if the method is not ours and not known
-    here.
-
-    Raises:
-        ValueError: The recorded frequencies are not all that such a method did.
-    """
-    if is_missing(sidecar):
-        return recorded_extension(sidecar)
-    request = {f.name: sidecar[f.name] for f in fields(Extension) if f.name in sidecar}
-    if "factor" not in request:  # of rope_patch 0.1, with the length that the factor led to
-        options = dict(sidecar["options"])
-        factor, length = options.pop("factor"), request.pop("length", None)
-        method_class = find_method(sidecar["method"])
-        if method_class is not None and method_class.is_dynamic:
-            request["length"] = length
-            factor = factor if method_class.factor_is_option else None
-        if sidecar["method"] == "nope":  # 0.1 scaled cos and sin by the length of the whole text
-            options.pop("growth", None)
-            if coefficient := options.pop("temperature", 0):
-                options["temperature"] = f"drope:{coefficient}"
-        request |= {"factor": factor, "options": options}
-    return Extension(**request)
-
-
-def sidecar_target(sidecar: dict[str, Any]) -> int | None:
-    """Return the target length of a sidecar's patch in tokens, or None if it has none."""
-    return sidecar.get("target_length", sidecar.get("length"))
-
-
-def _make_sidecar(handle: Patch | EncodingPatch, native: bool) -> dict[str, Any]:
-    if isinstance(handle, EncodingPatch):
-        return encoding_sidecar(handle, native)
-    # The kernels are for the machine at hand, not for the one that loads the folder.
-    extension = replace(handle.extension, kernels="auto")
-    return {
-        "rope_patch": version("rope-patch"),
-        "transformers": version("transformers"),
-        **extension.to_dict(),
-        "target_length": handle.length,
-        "sharpening": handle.softmax_mscale,
-        "native": native,
-        **outside_record(handle),
-        "original": handle.original,
-        "frequencies": {
-            layer_type or "all": {
-                "inv_freq": frequencies.inv_freq.tolist(),
-                "attention_factor": frequencies.attention_factor,
-            }
-            for layer_type, frequencies in handle.frequencies.items()
-        },
-    }
 
 
 def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:

@@ -67,7 +67,7 @@ def open_model(
         read_tokenizer,
         require_dtype,
     )
-    from rope_patch.pretrained.saving import read_sidecar
+    from rope_patch.pretrained.sidecar import read_sidecar
 
     if isinstance(dtype, str):
         require_dtype(dtype)

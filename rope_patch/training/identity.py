@@ -15,7 +15,7 @@ from rope_patch.patching import Patch
 from rope_patch.patching.method_wrappers import method_origin
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config
-from rope_patch.pretrained.saving import read_sidecar
+from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.training import checkpoints, documents, schedule
 from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.settings import Settings

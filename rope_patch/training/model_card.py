@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.pretrained import demo
-from rope_patch.pretrained.saving import read_sidecar
+from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.training.monitor import read_log
 from rope_patch.training.needle_callback import read_scores
 from rope_patch.utils import atomic_files

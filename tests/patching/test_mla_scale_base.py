@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import rope_patch
-from rope_patch.pretrained.saving import read_sidecar
+from rope_patch.pretrained.sidecar import read_sidecar
 
 ORIGINAL, OWN_FACTOR = TRAINED // 4, 4.0
 THETA, PAIRS, LONG = 1e4, 8, 150

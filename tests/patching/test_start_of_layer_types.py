@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 import rope_patch
 from rope_patch.patching import check
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.pretrained.saving import read_sidecar
+from rope_patch.pretrained.sidecar import read_sidecar
 
 ORIGINAL, PAIRS = TRAINED // 4, 8
 FULL, WINDOWS = "full_attention", "sliding_attention"

@@ -160,7 +160,7 @@ def test_every_method_is_saved_natively_on_every_scaling(scaling, method, tmp_pa
     rope_patch.save(model, tmp_path)
     # LongRoPE's config has one attention factor for both sets; YaRN's would change the short one.
     native = not (scaling == "longrope" and method == "yarn")
-    assert rope_patch.pretrained.saving.read_sidecar(tmp_path)["native"] is native
+    assert rope_patch.pretrained.sidecar.read_sidecar(tmp_path)["native"] is native
     if native:
         plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         for length, patched in expected.items():
@@ -199,7 +199,7 @@ def test_config_that_accepts_only_longrope_gets_longrope(method, tmp_path):
     model = make_model("phi3")
     rope_patch.patch(model, method, **({} if method == "nope" else {"factor": 4}))
     rope_patch.save(model, tmp_path)
-    assert rope_patch.pretrained.saving.read_sidecar(tmp_path)["native"]
+    assert rope_patch.pretrained.sidecar.read_sidecar(tmp_path)["native"]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     for length in (SHORT, LONG):
         assert_close(logits(plain, length), logits(model, length))

@@ -24,7 +24,7 @@ from helpers.tiny_models import (
 from transformers import modeling_rope_utils
 
 import rope_patch
-from rope_patch.pretrained.saving import extension_from_sidecar
+from rope_patch.pretrained.sidecar import extension_from_sidecar
 
 METHODS = {
     "linear": {},

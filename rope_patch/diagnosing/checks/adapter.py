@@ -8,7 +8,7 @@ from typing import Any
 from rope_patch.diagnosing.finding import Finding
 from rope_patch.diagnosing.layer_facts import Facts
 from rope_patch.pretrained.adapters import require_same_rotation
-from rope_patch.pretrained.saving import SIDECAR, sidecar_target
+from rope_patch.pretrained.sidecar import SIDECAR, sidecar_target
 from rope_patch.utils.errors import Refused
 
 
