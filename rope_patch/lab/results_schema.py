@@ -6,13 +6,12 @@ Infinities and NaN are texts, which `float()` reads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, final
+from typing import Any, TypedDict, final
 
+from rope_patch.evaluation.results_schema import Number
 from rope_patch.utils.provenance import Hardware
 
 FORMAT = "rope_patch.lab/1"
-
-Number = float | Literal["Infinity", "-Infinity", "NaN"]
 
 
 class SettingsRecord(TypedDict):
