@@ -15,6 +15,7 @@ import torch
 
 from rope_patch.encodings.subject import (
     SUBJECTS,
+    CodeSubject,
     Content,
     Setting,
     Subject,
@@ -55,9 +56,9 @@ def measure_unique(subject: Subject) -> Verdict:
 
     Number: smallest distance of two codes / largest distance. Yes above 1e-6.
     """
-    code = subject.code(torch.arange(subject.setting.length))
-    if code is None:
+    if not isinstance(subject, CodeSubject):
         return _NO_CODE
+    code = subject.code(torch.arange(subject.setting.length))
     distances = torch.nn.functional.pdist(code)
     share = float(distances.min() / distances.max())
     return Verdict(_answer(share > EXACT), share)
@@ -121,14 +122,14 @@ def measure_decaying(subject: Subject) -> Verdict:
     if not curves.any():
         return Verdict("nothing")
     means = _octaves(curves)
-    has_code = subject.code(queries[:1]) is not None
+    has_code = isinstance(subject, CodeSubject)
     number = float((means[-1] / curves[0] if has_code else means[-1] - curves[0]).max())
     steps = curves.diff(dim=0)
     never_rises = bool((steps <= 0).all() and (steps < 0).any(0).all())
     if not never_rises and not (means.diff(dim=0) < 0).all():
         return Verdict("no", number)
     condition = ""
-    if has_code:
+    if isinstance(subject, CodeSubject):
         size = _random_size(subject, span)
         if size > _FLAT:
             return Verdict("partly", number, f"of equal vectors; random ones keep {size:.2f}")
@@ -144,19 +145,18 @@ def measure_linear_in_shift(subject: Subject) -> Verdict:
     For s = 1, 7 and the width a matrix is fitted by least squares on a random half of N positions
     and tried on the rest. Number: largest error / largest component. Yes below 1e-6.
     """
+    if not isinstance(subject, CodeSubject):
+        return _NO_CODE
     shifts = (1, 7, subject.setting.width)
     span = (subject.setting.length if subject.rows is None else subject.rows) - max(shifts)
     positions = torch.arange(span)
     code = subject.code(positions)
-    if code is None:
-        return _NO_CODE
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(span, generator=generator)
     half, rest = order[: span // 2], order[span // 2 :]
     worst = 0.0
     for shift in shifts:
         moved = subject.code(positions + shift)
-        assert moved is not None
         # This driver allows codes of fewer directions than components.
         fit = torch.linalg.lstsq(code[half], moved[half], rcond=1e-15, driver="gelsd")
         error = (code[rest] @ fit.solution - moved[rest]).abs().max() / moved.abs().max()
@@ -175,9 +175,9 @@ def measure_n_dimensional(subject: Subject) -> Verdict:
     axis = torch.arange(8)
     rows, columns = (points.flatten() for points in torch.meshgrid(axis, axis, indexing="ij"))
     first, second = make_axis(subject, 0), make_axis(subject, 1)
-    codes = first.code(rows), second.code(columns)
-    if codes[0] is not None and codes[1] is not None:
-        places = torch.cat([code[:, : code.shape[1] // 2] for code in codes if code is not None], 1)
+    if isinstance(first, CodeSubject) and isinstance(second, CodeSubject):
+        codes = first.code(rows), second.code(columns)
+        places = torch.cat([code[:, : code.shape[1] // 2] for code in codes], 1)
     else:
         query = torch.full_like(rows, 7)
         places = first.similarity(query, query - rows) + second.similarity(query, query - columns)
@@ -223,13 +223,13 @@ def measure_periodic(subject: Subject) -> Verdict:
     Number: for the best period up to R N (half of a table that ends), the largest change of a
     component over N positions / largest component. Yes below 1e-6, with the period.
     """
+    if not isinstance(subject, CodeSubject):
+        return _NO_CODE
     setting = subject.setting
     span, reach = setting.length, setting.length * setting.reach
     if subject.rows is not None:
         span = reach = subject.rows // 2
     code = subject.code(torch.arange(span + reach))
-    if code is None:
-        return _NO_CODE
     # A few positions find the period, all of them confirm it.
     few = torch.arange(0, span, max(span // 16, 1))
     periods = torch.arange(1, reach + 1)
@@ -321,9 +321,9 @@ def _triangle(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _largest(subject: Subject, length: int) -> float:
     """Return the largest magnitude of a code or bias up to a length."""
     positions = torch.unique(torch.logspace(0, math.log2(length), 1024, base=2).long())
-    codes = subject.code(positions), subject.key_code(positions)
-    if codes[0] is not None and codes[1] is not None:
-        return max(float(code.abs().max()) for code in codes if code is not None)
+    if isinstance(subject, CodeSubject):
+        codes = subject.code(positions), subject.key_code(positions)
+        return max(float(code.abs().max()) for code in codes)
     return float(subject.similarity(*_triangle(positions)).abs().max())
 
 
@@ -360,7 +360,7 @@ def _octaves(curves: torch.Tensor) -> torch.Tensor:
     return torch.stack([curves[start : 2 * start].mean(0) for start in starts])
 
 
-def _random_size(subject: Subject, span: int) -> float:
+def _random_size(subject: CodeSubject, span: int) -> float:
     """Return the size of random products in the farthest octave, as a share of the nearest."""
     distances = torch.arange(span).repeat(4)  # of 4 queries
     queries = torch.arange(span, 2 * span, span // 4)[:4].repeat_interleave(span)

@@ -6,6 +6,7 @@ key, or both. All of it is float64.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -85,7 +86,7 @@ class Content:
         return cls(*vectors, *(weights / width**0.5))
 
 
-class Subject:
+class Subject(ABC):
     """An encoding to measure.
 
     Attributes:
@@ -104,14 +105,7 @@ class Subject:
         self.name = name
         self.setting = setting
 
-    def code(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """Return the vectors of positions, `[N, W]`; None if there is no code."""
-        return None
-
-    def key_code(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """Return what keys have instead of `code`, where that differs."""
-        return self.code(positions)
-
+    @abstractmethod
     def term(self, queries: torch.Tensor, keys: torch.Tensor, content: Content) -> torch.Tensor:
         """Return what positions change in the logits of queries and keys, `[N, heads]`.
 
@@ -123,33 +117,44 @@ class Subject:
             keys: Positions of the key of each query, `[N]`.
             content: What both tokens are; the same for all N.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def similarity(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return what positions say by themselves, `[N, heads]`: products of codes, or the bias."""
-        query_code, key_code = self.code(queries), self.key_code(keys)
-        if query_code is None or key_code is None:
-            raise NotImplementedError
-        return (query_code * key_code).sum(1, keepdim=True)
 
-    def product(self, queries: torch.Tensor, keys: torch.Tensor, content: Content) -> torch.Tensor:
-        """Return the product that holds both positions, after random projections, `[N]`.
-
-        Of codes that are added it is the part p W p' of the logit, without token vectors; of a
-        rotation it is the logit.
-        """
-        raise NotImplementedError
-
+    @abstractmethod
     def inputs(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the numbers that the rest of the model has to be used to, `[N, units, numbers]`.
 
         Components of an added code; angles, up to a full turn, of a rotation's pairs, and xPos's
         factors; the factors exp(bias) of attention weights for each head.
         """
-        raise NotImplementedError
 
 
-class Table(Subject):
+class CodeSubject(Subject):
+    """An encoding that has a vector for each position."""
+
+    @abstractmethod
+    def code(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of positions, `[N, W]`."""
+
+    def key_code(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return what keys have instead of `code`, where that differs."""
+        return self.code(positions)
+
+    def similarity(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return (self.code(queries) * self.key_code(keys)).sum(1, keepdim=True)
+
+    @abstractmethod
+    def product(self, queries: torch.Tensor, keys: torch.Tensor, content: Content) -> torch.Tensor:
+        """Return the product that holds both positions, after random projections, `[N]`.
+
+        Of codes that are added it is the part p W p' of the logit, without token vectors; of a
+        rotation it is the logit.
+        """
+
+
+class Table(CodeSubject):
     """A code that is added to token vectors."""
 
     def __init__(
@@ -180,7 +185,7 @@ class Table(Subject):
         return self._table(queries)[:, :, None]
 
 
-class Rotation(Subject):
+class Rotation(CodeSubject):
     """A rotation of queries and keys; xPos stretches them, too.
 
     Its code is the cosine and sine of each pair's angle, which are all that enters.

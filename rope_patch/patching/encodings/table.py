@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -60,9 +61,9 @@ class TableSite(Site):
             f"{stretch.length:,}"
         )
 
+    @abstractmethod
     def rows(self, stretch: Stretch) -> torch.Tensor:
         """Return the stretched rows of positions alone, `[length, D]`."""
-        raise NotImplementedError
 
     def apply(self, model: nn.Module, stretch: Stretch, undo_log: UndoLog) -> None:
         """Put the longer table in the place of the trained one, and lengthen what goes with it."""

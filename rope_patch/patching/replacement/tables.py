@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -66,9 +67,9 @@ class FixedTable(AbsoluteEncoding):
         wide = torch.promote_types(self.scale.dtype, torch.float32)
         return rows.to(wide) * self.scale.to(wide)
 
+    @abstractmethod
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the unscaled vectors of positions `[N]`, `[N, D]`."""
-        raise NotImplementedError
 
     def read_positions(self, positions: torch.Tensor) -> torch.Tensor:
         """Return where the formula is read: at positions divided by the factor of `linear`."""
