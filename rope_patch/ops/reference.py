@@ -220,4 +220,6 @@ def _stochastic_round(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     noise = (bits ^ (bits >> 15)) * -1640531535  # wraps around; the golden ratio mixes well
     noise = (noise ^ (noise >> 13)) * -2048144777
     up = bits + ((noise >> 7) & (2**spare - 1))
-    return (up & -(2**spare)).view(torch.float32).to(dtype)
+    rounded = (up & -(2**spare)).view(torch.float32)
+    # The noise would carry a NaN of all ones over to -0.
+    return torch.where(x.isnan(), x, rounded).to(dtype)

@@ -95,7 +95,9 @@ def stochastic_round(x, dtype: tl.constexpr):
     chance = (bits ^ (bits >> 15)) * -1640531535
     chance = (chance ^ (chance >> 13)) * -2048144777
     up = bits + ((chance >> 7) & ((1 << spare) - 1))
-    return (up & -(1 << spare)).to(tl.float32, bitcast=True)
+    rounded = (up & -(1 << spare)).to(tl.float32, bitcast=True)
+    # The noise would carry a NaN of all ones, which GPUs produce, over to -0.
+    return tl.where(x != x, x, rounded)
 
 
 @triton.jit

@@ -8,8 +8,12 @@ from helpers.exact_rotation import DEVICE, Rotation, draw, frequencies, relative
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from rope_patch import ops
-from rope_patch.ops.reference import rotate
+from rope_patch.ops.kernels.tile import stochastic_round
+from rope_patch.ops.reference import _stochastic_round, rotate
 
 layouts = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 B, K, S, D = 2, 2, 3, 64
@@ -114,6 +118,23 @@ def test_extreme_float16_numbers(value):
         for kernels in ("triton", "reference")
     )
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=1e-7, equal_nan=True)
+
+
+@triton.jit
+def _round_kernel(x, out, DTYPE: tl.constexpr):
+    at = tl.arange(0, 4)
+    tl.store(out + at, stochastic_round(tl.load(x + at), DTYPE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rounding_keeps_every_nan(dtype):
+    """Check NaNs of all ones, which GPUs produce: the noise would carry them over to -0."""
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000], dtype=torch.int32, device=DEVICE)
+    x = bits.view(torch.float32)
+    assert _stochastic_round(x, dtype).isnan().tolist() == [True, True, True, False]
+    rounded = torch.empty_like(x)
+    _round_kernel[(1,)](x, rounded, tl.bfloat16 if dtype == torch.bfloat16 else tl.float16)
+    assert rounded.isnan().tolist() == [True, True, True, False]
 
 
 def test_several_layers_in_one_call():
