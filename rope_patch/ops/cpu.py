@@ -69,7 +69,6 @@ def rope_from_cos_sin(
 def _needs_reference(q: Any, k: Any, cos: Any, sin: Any) -> bool:
     return (
         torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
         or needs_plain_torch()
         or not {type(q), type(k), type(cos), type(sin)} <= _PLAIN_TYPES
         or not q.is_cpu

@@ -104,6 +104,11 @@ def use_triton(x: torch.Tensor, kernels: str = "auto") -> bool:
             f'kernels="triton" takes bfloat16, float16 and float32, got {x.dtype}: cast, or leave '
             'kernels at "auto"'
         )
+    if not torch.compiler.is_compiling() and needs_plain_torch():
+        raise ValueError(
+            'kernels="triton" cannot be traced (torch.jit.trace) or transformed (forward-mode AD, '
+            'torch.func): leave kernels at "auto", which then rotates in plain torch'
+        )
     return True
 
 

@@ -7,5 +7,9 @@ from torch.autograd import forward_ad
 
 
 def needs_plain_torch() -> bool:
-    """Return whether `torch.jit.trace` or forward-mode AD is active."""
-    return torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
+    """Return whether `torch.jit.trace`, forward-mode AD or a transform of torch.func is active."""
+    return (
+        torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 _INTEGERS = (torch.int32, torch.int64)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def validate_shapes(
@@ -17,11 +18,16 @@ def validate_shapes(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
 ) -> None:
-    """Raise ValueError, naming the expected shape or dtype, if tensors do not match."""
+    """Raise ValueError, naming the expected shape, dtype or device, if tensors do not match."""
     if heads_dim not in (1, 2):
         raise ValueError(f"heads_dim must be 1 ([B, H, S, D]) or 2 ([B, S, H, D]), got {heads_dim}")
     if q.ndim != 4:
         raise ValueError(f"q must have 4 dimensions, got {_shape(q)}")
+    _require_float(q, k, q_weight, k_weight)
+    _require_one_device(
+        q, k=k, positions=positions, packed_freqs=packed_freqs, sections=sections,
+        q_weight=q_weight, k_weight=k_weight,
+    )  # fmt: skip
     batch, tokens, dim = q.shape[0], q.shape[3 - heads_dim], q.shape[-1]
     if k is not None and (k.ndim != 4 or (k.shape[0], k.shape[3 - heads_dim], k.shape[-1]) != (
         batch, tokens, dim,
@@ -65,6 +71,24 @@ def validate_shapes(
         )
     if not (q_weight.is_contiguous() and k_weight.is_contiguous()):
         raise ValueError("weights must be contiguous")
+
+
+def _require_float(*tensors: torch.Tensor | None) -> None:
+    for x in tensors:
+        if x is not None and x.dtype not in _FLOATS:
+            raise ValueError(
+                f"expected float32, bfloat16, float16 or float64, got {x.dtype}: cast to one of "
+                "them before the rotation"
+            )
+
+
+def _require_one_device(q: torch.Tensor, **others: torch.Tensor | None) -> None:
+    for name, x in others.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(
+                f"all tensors must be on one device, got q on {q.device} and {name} on {x.device}: "
+                f"move {name}"
+            )
 
 
 def _shape(x: torch.Tensor) -> str:

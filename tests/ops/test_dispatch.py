@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -174,6 +175,69 @@ def test_missing_triton_is_not_logged_without_a_gpu(set_triton_version, caplog, 
 def test_supported_triton_versions(set_triton_version, version):
     set_triton_version(version)
     assert ops.triton_unavailable_reason() is None
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp", "grad"])
+def test_demanded_kernels_refuse_transforms(transform):
+    """Kernels take addresses, which a transformed tensor does not have."""
+    pytest.importorskip("triton")
+
+    def total(x):
+        return rope(x, kernels="triton")[0].sum()
+
+    x = heads()
+    with pytest.raises(ValueError, match='"triton" cannot be traced .* or transformed'):
+        if transform == "vmap":
+            torch.func.vmap(total)(x[None])
+        elif transform == "jvp":
+            torch.func.jvp(total, (x,), (x,))
+        else:
+            torch.func.grad(total)(x)
+
+
+def test_auto_uses_plain_torch_in_transforms_on_a_gpu(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "_PLAIN_TYPES", frozenset((OnGPU,)))
+    answers = []
+
+    def ask(x):
+        answers.append(ops.use_triton(OnGPU()))
+        return x.sum()
+
+    ask(heads())
+    torch.func.vmap(ask)(heads())
+    torch.func.jvp(ask, (heads(),), (heads(),))
+    torch.func.grad(ask)(heads())
+    assert answers == [True, False, False, False]
+
+
+OTHERS = ("k", "positions", "packed_freqs", "q_weight", "k_weight")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_tensors_on_another_device_are_an_error(name, kernels):
+    """Check with the meta device: on a GPU, a kernel would read an illegal address."""
+    pytest.importorskip("triton")
+    arguments = {
+        "k": heads(1),
+        "positions": POSITIONS,
+        "packed_freqs": PACKED_FREQS,
+        "q_weight": torch.ones(8),
+        "k_weight": torch.ones(8),
+    }
+    call = partial(ops.qk_norm_rope, heads(), eps=1e-6, kernels=kernels)
+    call(**arguments)  # the launch is remembered by shapes, strides and dtypes
+    with pytest.raises(ValueError, match=f"got q on cpu and {name} on meta: move {name}"):
+        call(**arguments | {name: arguments[name].to("meta")})
+
+
+@calls
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_8_bit_floats_are_an_error(call, kernels, monkeypatch):
+    monkeypatch.setitem(globals(), "heads", lambda *_: draw(2, 3, 2, 8).to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match="expected float32, .* got torch.float8_e4m3fn: cast"):
+        call(kernels=kernels)
 
 
 @calls

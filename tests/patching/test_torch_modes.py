@@ -109,3 +109,33 @@ def test_default_device_and_modes_do_not_change_the_patch(torch_defaults):
     assert not any(buffer.is_meta for buffer in model.buffers())
     ids = tokens(70)
     assert step_by_step(model, ids, 60).equal(step_by_step(expected, ids, 60))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference", "triton"])
+def test_torch_func_gradients_match_autograd(kernels):
+    """Check a model whose norms are deferred; kernels cannot run under torch.func."""
+    pytest.importorskip("triton")
+    model = make_model("qwen3", attn_implementation="eager")
+    rope_patch.patch(model, "yarn", factor=4, kernels=kernels)
+    embedded = model.get_input_embeddings()(tokens(8)).detach()
+
+    def loss(x):
+        return model(inputs_embeds=x, use_cache=False).logits.square().mean()
+
+    leaf = embedded.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    difference = torch.func.grad(loss)(embedded) - expected
+    assert difference.abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_in_place_changes_of_frequencies_are_seen(inference):
+    model = make_model()
+    rope_patch.patch(model, "yarn", factor=4, kernels="reference")
+    changed = make_model()
+    rope_patch.patch(changed, "yarn", factor=4, kernels="reference")
+    with torch.inference_mode(inference):
+        forward(model, tokens(40))
+        for each in (model, changed):
+            each.model.rotary_emb.inv_freq.mul_(0.5)
+    assert forward(model, tokens(40)).equal(forward(changed, tokens(40)))

@@ -71,7 +71,8 @@ def launch_forward(
         positions.shape, positions.stride(), positions.dtype,
         packed_freqs.shape, packed_freqs.stride(), packed_freqs.dtype,
         None if sections is None else (sections.shape, sections.stride(), sections.dtype),
-        q.device.index, eps, offset, interleaved, heads_dim, save,
+        q.device, k.device, q_weight.device, k_weight.device, positions.device, packed_freqs.device,
+        eps, offset, interleaved, heads_dim, save,
     )  # fmt: skip
 
     if q.numel() or k.numel():
@@ -126,7 +127,7 @@ def launch_backward(
         positions.shape, positions.stride(), positions.dtype,
         packed_freqs.shape, packed_freqs.stride(), packed_freqs.dtype,
         None if sections is None else (sections.shape, sections.stride(), sections.dtype),
-        q.device.index, offset, interleaved, heads_dim, recompute_input,
+        q.device, offset, interleaved, heads_dim, recompute_input,
     )  # fmt: skip
 
     if tokens:

@@ -138,7 +138,8 @@ def launch(
         positions.shape, positions.stride(), positions.dtype,
         packed_freqs.shape, packed_freqs.stride(), packed_freqs.dtype,
         None if sections is None else (sections.shape, sections.stride(), sections.dtype),
-        q.device.index, interleaved, heads_dim, conjugate, inplace, stochastic,
+        q.device, keys.device, positions.device, packed_freqs.device, interleaved, heads_dim,
+        conjugate, inplace, stochastic,
     )  # fmt: skip
 
     if q.numel() or (k is not None and k.numel()):

@@ -6,7 +6,7 @@ them. If that function is ours, two other tensors can be passed in their place.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,16 +21,39 @@ def use_exact_positions(x: torch.Tensor, kernels: str) -> bool:
 
     Compiled graphs keep transformers' own code unless kernels are demanded: Inductor fuses the
     rotation and the norms with the ops around them, and saves as little for the backward pass.
-    Traces and forward-mode AD always keep it, because they do not support kernels.
+    Traces, forward-mode AD and torch.func always keep it, because they do not support kernels.
 
     Args:
         x: A tensor with the device, type and dtype of the tensors to rotate.
         kernels: See `rope_patch.patch`.
     """
-    if kernels == "auto" and torch.compiler.is_compiling():
-        return False
-    ours = kernels == "reference" or use_triton(x, kernels)
-    return ours and (torch.compiler.is_compiling() or not needs_plain_torch())
+    if torch.compiler.is_compiling():
+        return kernels != "auto" and (kernels == "reference" or use_triton(x, kernels))
+    return not needs_plain_torch() and (kernels == "reference" or use_triton(x, kernels))
+
+
+class _PackedFrequencies(NamedTuple):
+    """Packed frequencies and what they were packed from."""
+
+    inv_freq: torch.Tensor
+    scale: Any
+    inv_freq_version: int
+    scale_version: int
+    packed: torch.Tensor
+
+    def is_of(self, inv_freq: torch.Tensor, scale: Any) -> bool:
+        """Return whether they were packed from these very objects, unchanged since."""
+        return (
+            self.inv_freq is inv_freq
+            and self.scale is scale
+            and self.inv_freq_version == _version(inv_freq)
+            and self.scale_version == _version(scale)
+        )
+
+
+def _version(x: Any) -> int:
+    """Return how often a tensor was changed in place; inference tensors do not count it."""
+    return x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0
 
 
 class PositionPassthrough:
@@ -53,7 +76,7 @@ class PositionPassthrough:
         }
         self.original_forward = original_forward
         self.kernels = kernels
-        self._packed: dict[str | None, Any] = {}
+        self._packed: dict[str | None, _PackedFrequencies] = {}
 
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
@@ -71,9 +94,9 @@ class PositionPassthrough:
         name, scale_name = self.attribute_names[layer_type]
         inv_freq, scale = getattr(self.module, name), getattr(self.module, scale_name)
         if not torch.compiler.is_compiling():  # a graph must not depend on eager state
-            last_inv_freq, last_scale, packed = self._packed.get(layer_type, (None, None, None))
-            if last_inv_freq is inv_freq and last_scale is scale and packed.device == device:
-                return packed
+            last = self._packed.get(layer_type)
+            if last is not None and last.is_of(inv_freq, scale) and last.packed.device == device:
+                return last.packed
         # An inference tensor could not be saved for a later backward pass.
         with torch.inference_mode(False), torch.no_grad():
             if inv_freq.ndim == 3:  # other frequencies for each row, `[B, 1, R / 2]`
@@ -82,7 +105,9 @@ class PositionPassthrough:
                 packed = pack_frequencies(inv_freq, scale)
             packed = packed.to(device)
         if not torch.compiler.is_compiling():
-            self._packed[layer_type] = (inv_freq, scale, packed)
+            self._packed[layer_type] = _PackedFrequencies(
+                inv_freq, scale, _version(inv_freq), _version(scale), packed
+            )
         return packed
 
     def retire(self) -> None:

@@ -268,11 +268,24 @@ def test_unaligned_memory_never_reuses_a_launch(launches, name):
 
 def test_aligned_memory_does_not_reuse_an_unaligned_launch(launches):
     """An unaligned launch is not stored, because its code is slow."""
-    aligned = rope_inputs()
+    aligned = {
+        name: torch.zeros_like(x, device="cpu") if isinstance(x, torch.Tensor) else x
+        for name, x in rope_inputs().items()
+    }
     q = torch.zeros(aligned["q"].numel() + 1, dtype=DTYPE)
     for start, fast in ((1, 0), (0, 0), (0, 1)):
         rope.launch(**aligned | {"q": q[start:][: len(q) - 1].view(aligned["q"].shape)})
         assert len(launches.rope.fast) == fast
+
+
+@pytest.mark.parametrize("kind", ["rope", "forward"])  # backward takes what forward took
+def test_another_device_does_not_reuse_a_launch(launches, kind):
+    function, inputs = KERNELS[kind]
+    function(**inputs())
+    for name in ("k", "positions", "packed_freqs"):
+        elsewhere = torch.zeros_like(inputs()[name], device="cpu")
+        with pytest.raises(ValueError, match=f"got q on meta and {name} on cpu: move {name}"):
+            function(**inputs() | {name: elsewhere})
 
 
 def test_stored_launches_are_limited(launches):
