@@ -177,22 +177,19 @@ def test_supported_triton_versions(set_triton_version, version):
     assert ops.triton_unavailable_reason() is None
 
 
-@pytest.mark.parametrize("transform", ["vmap", "jvp", "grad"])
+TRANSFORMS = {
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "grad": lambda f, x: torch.func.grad(f)(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_demanded_kernels_refuse_transforms(transform):
     """Kernels take addresses, which a transformed tensor does not have."""
     pytest.importorskip("triton")
-
-    def total(x):
-        return rope(x, kernels="triton")[0].sum()
-
-    x = heads()
-    with pytest.raises(ValueError, match='"triton" cannot be traced .* or transformed'):
-        if transform == "vmap":
-            torch.func.vmap(total)(x[None])
-        elif transform == "jvp":
-            torch.func.jvp(total, (x,), (x,))
-        else:
-            torch.func.grad(total)(x)
+    with pytest.raises(ValueError, match=r'"triton" cannot be traced .* or transformed'):
+        transform(lambda x: rope(x, kernels="triton")[0].sum(), heads())
 
 
 def test_auto_uses_plain_torch_in_transforms_on_a_gpu(monkeypatch):
@@ -236,7 +233,7 @@ def test_tensors_on_another_device_are_an_error(name, kernels):
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_8_bit_floats_are_an_error(call, kernels, monkeypatch):
     monkeypatch.setitem(globals(), "heads", lambda *_: draw(2, 3, 2, 8).to(torch.float8_e4m3fn))
-    with pytest.raises(ValueError, match="expected float32, .* got torch.float8_e4m3fn: cast"):
+    with pytest.raises(ValueError, match=r"expected float32, .* got torch.float8_e4m3fn: cast"):
         call(kernels=kernels)
 
 
