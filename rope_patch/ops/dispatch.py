@@ -204,8 +204,8 @@ def qk_norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply RMSNorm (arXiv:1910.07467) to queries and keys, then `rope`; round once.
 
-    Triton takes one launch forward and one backward, and a sum for the gradients of the weights,
-    always in the same order.
+    Triton takes one launch forward and one backward, and another for the gradients of the weights
+    if they are trained, summed always in the same order.
 
     Args:
         q: Queries, `[B, S, H, D]`; any strides.
@@ -245,11 +245,14 @@ def qk_norm_rope(
         q, k, q_weight, k_weight, positions, packed_freqs, sections, eps, offset, interleaved,
         heads_dim,
     )  # fmt: skip
+    needs_grad = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (q, k, q_weight, k_weight)
+    )
     if torch.compiler.is_compiling():
-        outputs = torch.ops.rope_patch.qk_norm_rope(*rest)
+        outputs = torch.ops.rope_patch.qk_norm_rope(*rest, needs_grad)
         return outputs[0], outputs[1]
     kernel = _kernel_modules["qk_norm_rope"]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in rest[:4]):
+    if needs_grad:
         recompute_input = save == "output" and can_recompute_from_output(
             q_weight, k_weight, packed_freqs, offset=offset, interleaved=interleaved
         )

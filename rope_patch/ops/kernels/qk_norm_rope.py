@@ -21,7 +21,11 @@ from rope_patch.ops.kernels.launcher import (
     strides,
     tile_sizes,
 )
-from rope_patch.ops.kernels.qk_norm_rope_kernels import backward_kernel, forward_kernel
+from rope_patch.ops.kernels.qk_norm_rope_kernels import (
+    backward_kernel,
+    forward_kernel,
+    sum_kernel,
+)
 from rope_patch.ops.validation import validate_shapes
 
 # Programs of the backward pass: enough to fill a large GPU, and few enough that the partial weight
@@ -33,10 +37,15 @@ _PROGRAMS = 2048
 _PROGRAMS_ALL_HEADS = 512
 _WARPS_ALL_HEADS = 8
 
+# A program of the sum takes as many columns as 64 bytes hold, and 8 KB at once.
+_SUM_TILE = {"ROWS": 128, "COLUMNS": 16}
+_SUM_WARPS = 8
+
 # -- launches --------------------------------------------------------------------------------------
 
 _forward_launcher = Launcher(forward_kernel)
 _backward_launcher = Launcher(backward_kernel)
+_sum_launcher = Launcher(sum_kernel)
 
 
 def launch_forward(
@@ -103,21 +112,22 @@ def launch_backward(
     interleaved: bool,
     heads_dim: int,
     recompute_input: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and both weights.
+    weights: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of queries, keys and both weights; None for weights unless `weights`.
 
     Args:
         q: The op's input; its output if `recompute_input`.
         k: The same.
+        weights: Whether the weights' gradients are needed, which takes a second launch.
     """
     norm_all_heads = q_weight.ndim == 2
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     tokens = q.shape[0] * q.shape[3 - heads_dim]
+    programs = min(tokens, _PROGRAMS_ALL_HEADS if norm_all_heads else _PROGRAMS)
+    numel = q_weight.numel() + k_weight.numel()
     partial_sums = torch.empty(
-        min(tokens, _PROGRAMS_ALL_HEADS if norm_all_heads else _PROGRAMS),
-        q_weight.numel() + k_weight.numel(),
-        device=q.device,
-        dtype=torch.float32,
+        programs, numel if weights else 0, device=q.device, dtype=torch.float32
     )
     axes = packed_freqs if sections is None else sections
     key = (
@@ -127,7 +137,7 @@ def launch_backward(
         positions.shape, positions.stride(), positions.dtype,
         packed_freqs.shape, packed_freqs.stride(), packed_freqs.dtype,
         None if sections is None else (sections.shape, sections.stride(), sections.dtype),
-        q.device, offset, interleaved, heads_dim, recompute_input,
+        q.device, offset, interleaved, heads_dim, recompute_input, weights,
     )  # fmt: skip
 
     if tokens:
@@ -139,17 +149,31 @@ def launch_backward(
             q, k, q_weight, k_weight, q_rstd, k_rstd, q_grad, k_grad, q_out, k_out, partial_sums,
             positions, packed_freqs, axes,
         )  # fmt: skip
-        settings = (offset, interleaved, heads_dim, recompute_input)
+        settings = (offset, interleaved, heads_dim, recompute_input, weights)
         _backward_launcher(
             key, tensors, address_bits, _make_backward_spec, tensors, sections, settings
         )
-    q_sum, k_sum = partial_sums.sum(0).split([q_weight.numel(), k_weight.numel()])
-    return (
-        q_out,
-        k_out,
-        q_sum.view_as(q_weight).to(q_weight.dtype),
-        k_sum.view_as(k_weight).to(k_weight.dtype),
-    )
+    if not weights:
+        return q_out, k_out, None, None
+    return q_out, k_out, *_sum_weight_grads(partial_sums, q_weight, k_weight)
+
+
+def _sum_weight_grads(
+    partial_sums: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums over programs, in the shapes and dtypes of the weights."""
+    if not len(partial_sums):
+        return torch.zeros_like(q_weight), torch.zeros_like(k_weight)
+    sums = torch.empty_like(q_weight), torch.empty_like(k_weight)
+    sizes = (len(partial_sums), q_weight.numel(), k_weight.numel())
+    key = (*sizes, q_weight.dtype, k_weight.dtype, partial_sums.device)
+    _sum_launcher(key, (partial_sums, *sums), 0, _make_sum_spec, sizes)
+    return sums
+
+
+def _make_sum_spec(sizes: tuple[int, int, int]) -> LaunchSpec:
+    grid = (triton.cdiv(sizes[1] + sizes[2], _SUM_TILE["COLUMNS"]), 1, 1)
+    return LaunchSpec(grid, sizes, _SUM_TILE, _SUM_WARPS)
 
 
 def _empty_rstd(x: torch.Tensor, heads_dim: int, norm_all_heads: bool) -> torch.Tensor:
@@ -184,7 +208,7 @@ def _make_backward_spec(
         q, k, q_weight, _, _, _, q_grad, k_grad, q_out, k_out, partial_sums, positions,
         packed_freqs, _,
     ) = tensors  # fmt: skip
-    offset, interleaved, heads_dim, recompute_input = settings
+    offset, interleaved, heads_dim, recompute_input, weights = settings
     norm_all_heads, tokens = q_weight.ndim == 2, q.shape[0] * q.shape[3 - heads_dim]
     constexprs = _make_constexprs(
         q, k, packed_freqs, sections, offset, interleaved, heads_dim, norm_all_heads
@@ -195,7 +219,7 @@ def _make_backward_spec(
     return LaunchSpec(
         (len(partial_sums), 2, 1),
         (tokens, *scalars),
-        {**constexprs, "RECOMPUTE_INPUT": recompute_input},
+        {**constexprs, "RECOMPUTE_INPUT": recompute_input, "WEIGHTS": weights},
         _WARPS_ALL_HEADS if norm_all_heads else 1,
     )
 
@@ -274,7 +298,7 @@ class QKNormRopeFunction(torch.autograd.Function):
     def backward(ctx: Any, q_grad: torch.Tensor, k_grad: torch.Tensor) -> Any:
         *tensors, positions, packed_freqs, sections = ctx.saved_tensors
         arguments: Any = (*tensors, q_grad, k_grad, positions, packed_freqs, sections)
-        grads = launch_backward(*arguments, *ctx.settings)
+        grads = launch_backward(*arguments, *ctx.settings, any(ctx.needs_input_grad[2:4]))
         needed_grads = [g if n else None for g, n in zip(grads, ctx.needs_input_grad)]  # noqa: B905
         return *needed_grads, None, None, None, None, None, None, None, None
 
@@ -295,21 +319,30 @@ def qk_norm_rope_op(
     offset: float,
     interleaved: bool,
     heads_dim: int,
+    save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries and keys, normed and rotated, and the reciprocal norms of both."""
-    return launch_forward(
+    """Return queries and keys, normed and rotated; if `save`, the reciprocal norms of both.
+
+    Without `save`, the last two outputs are empty, and there is no derivative.
+    """
+    q_out, k_out, *rstd = launch_forward(
         q, k, q_weight, k_weight, positions, packed_freqs, sections, eps, offset, interleaved,
-        heads_dim, True,
+        heads_dim, save,
     )  # fmt: skip
+    return q_out, k_out, *(rstd if save else _no_rstd(q))
+
+
+def _no_rstd(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
 
 
 @qk_norm_rope_op.register_fake
 def _(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    heads_dim, norm_all_heads = rest[-1], q_weight.ndim == 2
-    q_rstd, k_rstd = (_empty_rstd(x, heads_dim, norm_all_heads) for x in (q, k))
-    return torch.empty_like(q), torch.empty_like(k), q_rstd, k_rstd
+    (*_, heads_dim, save), norm_all_heads = rest, q_weight.ndim == 2
+    rstd = [_empty_rstd(x, heads_dim, norm_all_heads) for x in (q, k)] if save else _no_rstd(q)
+    return torch.empty_like(q), torch.empty_like(k), *rstd
 
 
 @torch.library.custom_op("rope_patch::qk_norm_rope_backward", mutates_args=())
@@ -328,39 +361,51 @@ def qk_norm_rope_backward_op(
     offset: float,
     interleaved: bool,
     heads_dim: int,
+    weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of `qk_norm_rope`."""
+    """Return the gradients of `qk_norm_rope`; empty ones for weights unless `weights`."""
     dq, dk, dq_weight, dk_weight = launch_backward(
         q, k, q_weight, k_weight, q_rstd, k_rstd, q_grad, k_grad, positions, packed_freqs, sections,
-        offset, interleaved, heads_dim, False,
+        offset, interleaved, heads_dim, False, weights,
     )  # fmt: skip
-    # Both may be views of one sum, and outputs of an op must not share memory.
-    return dq, dk, dq_weight.clone(), dk_weight.clone()
+    if dq_weight is None or dk_weight is None:
+        return dq, dk, q_weight.new_empty(0), k_weight.new_empty(0)
+    return dq, dk, dq_weight, dk_weight
 
 
 @qk_norm_rope_backward_op.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, *_: Any
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = [torch.empty_like(x) for x in (q, k, q_weight, k_weight)]
-    return grads[0], grads[1], grads[2], grads[3]
+    weights = (
+        torch.empty_like(weight) if rest[-1] else weight.new_empty(0)
+        for weight in (q_weight, k_weight)
+    )
+    return torch.empty_like(q), torch.empty_like(k), next(weights), next(weights)
 
 
 def _norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, q_weight, k_weight, positions, packed_freqs, sections, _, *settings = inputs
+    q, k, q_weight, k_weight, positions, packed_freqs, sections, _, *settings, save = inputs
+    ctx.has_derivative = save
     ctx.save_for_backward(q, k, q_weight, k_weight, *output[2:], positions, packed_freqs, sections)
     ctx.settings = settings
 
 
 def _norm_backward(ctx: Any, q_grad: torch.Tensor, k_grad: torch.Tensor, *_: Any) -> Any:
+    if not ctx.has_derivative:
+        raise RuntimeError(
+            "qk_norm_rope was called with save=False, without what its derivative needs: "
+            "call rope_patch.ops.qk_norm_rope, which saves where gradients are required"
+        )
     *tensors, positions, packed_freqs, sections = ctx.saved_tensors
     q, k = tensors[:2]
+    weights = any(ctx.needs_input_grad[2:4])
     q_grad = torch.zeros_like(q) if q_grad is None else q_grad
     k_grad = torch.zeros_like(k) if k_grad is None else k_grad
-    grads = qk_norm_rope_backward_op(
-        *tensors, q_grad, k_grad, positions, packed_freqs, sections, *ctx.settings
+    dq, dk, *weight_grads = qk_norm_rope_backward_op(
+        *tensors, q_grad, k_grad, positions, packed_freqs, sections, *ctx.settings, weights
     )
-    return *grads, None, None, None, None, None, None, None
+    return dq, dk, *(weight_grads if weights else (None, None)), *[None] * 8
 
 
 qk_norm_rope_op.register_autograd(_norm_backward, setup_context=_norm_setup_context)

@@ -90,7 +90,7 @@ def _gradients(
     positions_a, positions_b, positions_s, freqs_b, D: tl.constexpr, R: tl.constexpr,
     PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
     SECTIONS: tl.constexpr, OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr,
-    RECOMPUTE_INPUT: tl.constexpr,
+    RECOMPUTE_INPUT: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of queries or keys for every token of this program."""
     shared: tl.constexpr = HEADS if NORM_ALL_HEADS else 1
@@ -139,16 +139,18 @@ def _gradients(
             d3 = (g3 * w3 - n3 * mean) * r
             store_pairs(x_grad, d1, d2, heads, out_h, out_d, row, R, PAIRS, HEADS, INTERLEAVED)
             store_unrotated(x_grad, d3, heads, out_h, out_d, row, D, R, UNROTATED, HEADS)
-            sum1 += g1 * n1
-            sum2 += g2 * n2
-            sum3 += g3 * n3
-    if not NORM_ALL_HEADS:  # all heads share the weights
-        sum1 = tl.sum(sum1, axis=0)[None, :]
-        sum2 = tl.sum(sum2, axis=0)[None, :]
-        sum3 = tl.sum(sum3, axis=0)[None, :]
-    owners = heads if NORM_ALL_HEADS else 1
-    store_pairs(weight_grads, sum1, sum2, owners, D, 1, 0, R, PAIRS, shared, INTERLEAVED)
-    store_unrotated(weight_grads, sum3, owners, D, 1, 0, D, R, UNROTATED, shared)
+            if WEIGHTS:
+                sum1 += g1 * n1
+                sum2 += g2 * n2
+                sum3 += g3 * n3
+    if WEIGHTS:
+        if not NORM_ALL_HEADS:  # all heads share the weights
+            sum1 = tl.sum(sum1, axis=0)[None, :]
+            sum2 = tl.sum(sum2, axis=0)[None, :]
+            sum3 = tl.sum(sum3, axis=0)[None, :]
+        owners = heads if NORM_ALL_HEADS else 1
+        store_pairs(weight_grads, sum1, sum2, owners, D, 1, 0, R, PAIRS, shared, INTERLEAVED)
+        store_unrotated(weight_grads, sum3, owners, D, 1, 0, D, R, UNROTATED, shared)
 
 
 @triton.jit(
@@ -168,10 +170,12 @@ def backward_kernel(
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
     OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, RECOMPUTE_INPUT: tl.constexpr,
+    WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Compute all gradients: half of the programs take queries, half keys (grid: programs, 2).
 
-    `weight_grads` is `[programs, weights of q and then of k]`; the caller sums its rows.
+    `weight_grads` is `[programs, weights of q and then of k]`, for `sum_kernel` to sum; it is
+    written if WEIGHTS.
     """
     q_size = D * H if NORM_ALL_HEADS else D
     k_size = D * K if NORM_ALL_HEADS else D
@@ -183,7 +187,7 @@ def backward_kernel(
             q_b, q_s, q_h, q_d, qg_b, qg_s, qg_h, qg_d, qo_b, qo_s, qo_h, qo_d,
             positions_a, positions_b, positions_s, freqs_b,
             D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS,
-            RECOMPUTE_INPUT,
+            RECOMPUTE_INPUT, WEIGHTS,
         )  # fmt: skip
     else:
         _gradients(
@@ -193,5 +197,25 @@ def backward_kernel(
             k_b, k_s, k_h, k_d, kg_b, kg_s, kg_h, kg_d, ko_b, ko_s, ko_h, ko_d,
             positions_a, positions_b, positions_s, freqs_b,
             D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS,
-            RECOMPUTE_INPUT,
+            RECOMPUTE_INPUT, WEIGHTS,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["programs"])
+def sum_kernel(
+    weight_grads, q_sum, k_sum, programs, q_size, k_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum the rows of `backward_kernel`, always in the same order (grid: groups of columns)."""
+    size = q_size + k_size
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)
+        valid = (row < programs)[:, None] & (column < size)[None, :]
+        at = weight_grads + row[:, None].to(tl.int64) * size + column[None, :]
+        total += tl.load(at, mask=valid, other=0.0)
+    sums = tl.sum(total, axis=0)
+    is_q = column < q_size
+    tl.store(q_sum + column, sums.to(q_sum.dtype.element_ty), mask=is_q)
+    is_k = (column >= q_size) & (column < size)
+    tl.store(k_sum + column - q_size, sums.to(k_sum.dtype.element_ty), mask=is_k)

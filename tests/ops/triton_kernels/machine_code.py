@@ -136,10 +136,17 @@ def record_launch(
         "rope backwards": (rope, "_launcher"),
         "re-rotation": (rope, "_launcher"),
         "norm": (qk_norm_rope, "_forward_launcher"),
+        "sum of weights": (qk_norm_rope, "_sum_launcher"),
     }.get(kernel, (qk_norm_rope, "_backward_launcher"))
-    original = getattr(module, attribute)
-    recorder = LaunchRecorder(original.kernel)
-    setattr(module, attribute, recorder)
+    launchers = {
+        (owner, name): getattr(owner, name)
+        for owner in (rope, qk_norm_rope)
+        for name in vars(owner)
+        if name.endswith("_launcher")
+    }
+    for (owner, name), launcher in launchers.items():
+        setattr(owner, name, LaunchRecorder(launcher.kernel))
+    recorder = getattr(module, attribute)
     if kernel == "re-rotation":
         rope.launch(k, None, *where, interleaved, 1, False, True, True)
     elif module is rope:
@@ -150,12 +157,20 @@ def record_launch(
         rows = [(1, 8192) if across else (1, 8192, n) for n in counts]
         rstds = [torch.empty(row, dtype=torch.float32, device="meta") for row in rows]
         rest = (*rstds, q, k, *where, 0.0, interleaved, 1, kernel.endswith("by output"))
-        qk_norm_rope.launch_backward(q, k, *weights, *rest)
-    setattr(module, attribute, original)
+        qk_norm_rope.launch_backward(q, k, *weights, *rest, not kernel.endswith("frozen"))
+    for (owner, name), launcher in launchers.items():
+        setattr(owner, name, launcher)
     return recorder
 
 
-KERNELS = ("rope", "rope backwards", "norm", "norm backwards", "norm backwards by output")
+KERNELS = (
+    "rope",
+    "rope backwards",
+    "norm",
+    "norm backwards",
+    "norm backwards by output",
+    "norm backwards, frozen",
+)
 
 JOBS = {
     **{
@@ -176,12 +191,19 @@ JOBS = {
 }
 
 
-OTHER_JOBS = {kernel: {"kernel": kernel, "head_dim": 128} for kernel in KERNELS}
+SUM_JOBS = {
+    "weights of a head": {"kernel": "sum of weights", "head_dim": 128},
+    "weights of all heads": {"kernel": "sum of weights", "head_dim": 128, "across": True},
+}
+
+OTHER_JOBS = {
+    kernel: {"kernel": kernel, "head_dim": 128} for kernel in (*KERNELS, "sum of weights")
+}
 
 
 def main():
     codes = {}
-    for name, job in JOBS.items():
+    for name, job in (JOBS | SUM_JOBS).items():
         recorder = record_launch(**job)
         codes[name] = asdict(count_instructions(compile_launch(recorder, H200), recorder.spec))
     others = {

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from rope_patch import ops
 from rope_patch.ops.dispatch import triton_unavailable_reason
+from rope_patch.ops.kernels import qk_norm_rope
 
 assert triton_unavailable_reason() is None  # registers the operators
 rope_op, norm_op, norm_back_op = (
@@ -52,11 +53,23 @@ def rope_inputs(grad=False):
 
 def norm_inputs(grad=False):
     q, k = heads(3, grad=grad), heads(1, seed=1, grad=grad)
-    rest = (EPS, 0.0, False, 1)
+    rest = (EPS, 0.0, False, 1, True)
     return {
         "each": (q, k, *weights(grad=grad), positions(), PACKED_FREQS, None, *rest),
         "together": (q, k, *weights(3, 1, grad=grad), positions(), PACKED_FREQS, None, *rest),
-        "axes": (q.half(), k, *weights(grad=grad), AXES, PACKED_FREQS, SECTIONS, EPS, 1.0, True, 1),
+        "axes": (
+            q.half(),
+            k,
+            *weights(grad=grad),
+            AXES,
+            PACKED_FREQS,
+            SECTIONS,
+            EPS,
+            1.0,
+            True,
+            1,
+            True,
+        ),
     }
 
 
@@ -70,7 +83,8 @@ def norm_back_inputs():
             q_out,
             k_out,
             *arguments[4:7],
-            *arguments[8:],
+            *arguments[8:-1],
+            True,
         )
     q, k, *rest = inputs_by_name["each"]
     ones = [torch.ones((), device=DEVICE).expand(x.shape) for x in (q, k)]
@@ -130,7 +144,10 @@ def test_results_have_the_memory_layout_of_inputs(name):
     """Check real and fake kernels."""
     x, mode = MEMORY[name](), FakeTensorMode()
     rest = (positions(2, x.shape[2]), PACKED_FREQS, None)
-    arguments = [(x, x, *rest, False, 1, False), (x, x, *weights(), *rest, EPS, 0.0, False, 1)]
+    arguments = [
+        (x, x, *rest, False, 1, False),
+        (x, x, *weights(), *rest, EPS, 0.0, False, 1, True),
+    ]
     for op, args in zip((rope_op, norm_op), arguments, strict=True):
         real = op(*args)
         fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
@@ -149,7 +166,7 @@ def test_operators_match_the_functions():
             (q, k),
         ),
         (
-            norm_op(q, k, *w, *rest, None, EPS, 1.0, False, 1)[:2],
+            norm_op(q, k, *w, *rest, None, EPS, 1.0, False, 1, True)[:2],
             ops.qk_norm_rope(q, k, *w, *rest, eps=EPS, offset=1.0, **settings),
             (q, k, *w),
         ),
@@ -172,7 +189,7 @@ def test_gradients_if_one_output_is_unused(kind, index):
     if kind == "rope":
         outputs = rope_op(q, k, *rest, False, 1, False)
     else:
-        outputs = norm_op(q, k, *w, *rest, EPS, 0.0, False, 1)
+        outputs = norm_op(q, k, *w, *rest, EPS, 0.0, False, 1, True)
     got = torch.autograd.grad(outputs[index].sum(), arguments, allow_unused=True)
     settings = {"heads_dim": 1, "kernels": "triton"}
     if kind == "rope":
@@ -190,7 +207,7 @@ def test_second_derivatives_of_operators():
     (second,) = torch.autograd.grad(back.square().sum(), grad)
     torch.testing.assert_close(second, 2 * grad.detach(), rtol=0, atol=1e-5)
 
-    outputs = norm_op(q, q, *weights(), positions(), PACKED_FREQS, None, EPS, 0.0, False, 1)
+    outputs = norm_op(q, q, *weights(), positions(), PACKED_FREQS, None, EPS, 0.0, False, 1, True)
     (back,) = torch.autograd.grad(outputs[0], q, grad, create_graph=True)
     with pytest.raises(RuntimeError, match="qk_norm_rope_backward"):
         back.sum().backward()
@@ -275,6 +292,34 @@ def test_graphs_contain_the_operators():
 
     torch.compile(plain, backend=backend, fullgraph=True)(*arguments[:3])
     assert not any("rope_patch" in name for name in names.pop())
+
+
+@pytest.mark.parametrize("trained", ["none", "inputs", "weights"])
+def test_compiled_layers_compute_only_what_is_needed(trained, monkeypatch):
+    """Check that inference saves no reciprocal norms, and frozen weights get no gradients."""
+    last_arguments = {}
+    for name in ("launch_forward", "launch_backward"):
+        launch = getattr(qk_norm_rope, name)
+
+        def record(*args, name=name, launch=launch):
+            last_arguments[name] = args[-1]
+            return launch(*args)
+
+        monkeypatch.setattr(qk_norm_rope, name, record)
+
+    def layer(q, k, *weights):
+        settings = {"eps": EPS, "heads_dim": 1, "kernels": "triton"}
+        return ops.qk_norm_rope(q, k, *weights, positions(), PACKED_FREQS, **settings)
+
+    q, k = (heads(count, grad=trained != "none") for count in (3, 1))
+    outputs = torch.compile(layer, backend="aot_eager", fullgraph=True)(
+        q, k, *weights(grad=trained == "weights")
+    )
+    if trained == "none":
+        assert last_arguments == {"launch_forward": False}
+        return
+    sum(x.sum() for x in outputs).backward()
+    assert last_arguments == {"launch_forward": True, "launch_backward": trained == "weights"}
 
 
 class Layer(torch.nn.Module):

@@ -43,13 +43,14 @@ class Compiled:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Mock all three kernels; `launches.rope` and so on record launches."""
+    """Mock all kernels; `launches.rope` and so on record launches."""
     monkeypatch.setattr(launcher, "INTERPRETED", False)
     recorder = SimpleNamespace()
     for name, module, attribute in (
         ("rope", rope, "_launcher"),
         ("forward", qk_norm_rope, "_forward_launcher"),
         ("backward", qk_norm_rope, "_backward_launcher"),
+        ("sum", qk_norm_rope, "_sum_launcher"),
     ):
         kernel = Kernel(getattr(module, attribute).kernel.fn)
         setattr(recorder, name, kernel)
@@ -299,6 +300,19 @@ def test_empty_tensors_launch_nothing(launches):
         function(**inputs(tokens=0))
         function(**inputs(batch=0))
         assert not getattr(launches, name).slow
+
+
+def test_weights_take_a_launch_of_their_own_if_they_are_trained(launches):
+    *_, q_sum, k_sum = qk_norm_rope.launch_backward(**backward_inputs(), weights=False)
+    assert (q_sum, k_sum) == (None, None)
+    assert not launches.sum.slow
+    (call,) = launches.backward.slow
+    assert not call.constants["WEIGHTS"]
+    assert call.args[10].numel() == 0  # no memory for partial sums
+    qk_norm_rope.launch_backward(**backward_inputs())
+    (call,) = launches.sum.slow
+    assert call.grid == (2 * 64 // 16, 1, 1)
+    assert call.args[3:] == (8, 64, 64)
 
 
 # -- grids -----------------------------------------------------------------------------------------

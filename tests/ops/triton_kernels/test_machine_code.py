@@ -15,7 +15,7 @@ from filelock import FileLock
 pytest.importorskip("triton")
 
 import triton
-from machine_code import JOBS, OTHER_JOBS, Code
+from machine_code import JOBS, OTHER_JOBS, SUM_JOBS, Code
 
 SCRIPT = Path(__file__).with_name("machine_code.py")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -32,6 +32,7 @@ REGISTERS = {
     "norm": 104,
     "norm backwards": 136,
     "norm backwards by output": 184,
+    "norm backwards, frozen": 120,
 }
 
 BYTES = {"b16": 2, "b32": 4, "v2.b32": 8, "v4.b32": 16, "b64": 8}
@@ -114,6 +115,14 @@ def test_positions_and_frequencies_are_read_once(name, code):
     programs = 2 if "norm backwards" in name else 1
     limit = programs * (max(frequencies, 8) + 2)  # 8 if a thread's pairs are neighbours
     assert code.accesses["ld b64"] <= limit
+
+
+@pytest.mark.parametrize("name", SUM_JOBS)
+def test_sums_of_weights_read_16_bytes_at_a_time(name, code):
+    assert code.stack == 0
+    assert code.registers <= 64
+    assert code.instructions["LDG.E.128"] >= 1
+    assert {access for access in code.accesses if access.startswith("ld")} == {"ld v4.b32"}
 
 
 @pytest.mark.parametrize("kernel", OTHER_JOBS)
