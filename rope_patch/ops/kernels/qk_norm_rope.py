@@ -297,8 +297,10 @@ class QKNormRopeFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, q_grad: torch.Tensor, k_grad: torch.Tensor) -> Any:
         *tensors, positions, packed_freqs, sections = ctx.saved_tensors
+        weights = any(ctx.needs_input_grad[2:4])
         arguments: Any = (*tensors, q_grad, k_grad, positions, packed_freqs, sections)
-        grads = launch_backward(*arguments, *ctx.settings, any(ctx.needs_input_grad[2:4]))
+        arguments += (*ctx.settings, weights)
+        grads = launch_backward(*arguments)
         needed_grads = [g if n else None for g, n in zip(grads, ctx.needs_input_grad)]  # noqa: B905
         return *needed_grads, None, None, None, None, None, None, None, None
 
