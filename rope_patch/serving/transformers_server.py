@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.patching.dynamic.batching_guard import require_batching
-from rope_patch.pretrained import load
+from rope_patch.pretrained.loading import load
 from rope_patch.pretrained.sidecar import SIDECAR
 from rope_patch.utils.errors import Refused
 
@@ -56,9 +56,7 @@ def patched_manager(manager_class: Any) -> Any:
     class PatchedModelManager(manager_class):
         """Loads folders with a sidecar by `rope_patch.load`, and others as transformers does."""
 
-        def __init__(
-            self, *args: Any, continuous_batching: bool = False, **kwargs: Any
-        ) -> None:
+        def __init__(self, *args: Any, continuous_batching: bool = False, **kwargs: Any) -> None:
             self.batches_continuously = continuous_batching
             super().__init__(*args, continuous_batching=continuous_batching, **kwargs)
 

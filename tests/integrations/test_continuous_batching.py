@@ -1,9 +1,10 @@
-"""Test transformers' continuous batching: equal to `generate` alone, or refused before it starts."""
+"""Test transformers' continuous batching: equal to `generate` alone, or refused at its start."""
 
 import threading
 
 import pytest
 import torch
+import transformers
 from helpers.encoded_models import encoded
 from helpers.encoding_models import encoding_model
 from helpers.tiny_models import LONG_FACTOR, OLD_TRANSFORMERS, make_generator, tokens
@@ -14,8 +15,7 @@ from rope_patch.patching.dynamic.batching_guard import require_batching
 
 if OLD_TRANSFORMERS:
     pytest.skip("transformers 5.0 runs continuous batching on GPUs alone", allow_module_level=True)
-batching = pytest.importorskip("transformers", reason="has ContinuousBatchingConfig")
-if not hasattr(batching, "ContinuousBatchingConfig"):
+if not hasattr(transformers, "ContinuousBatchingConfig"):
     pytest.skip("this transformers has no ContinuousBatchingConfig", allow_module_level=True)
 
 NEW = 8
@@ -33,7 +33,7 @@ def settings(**changes):
     sizes = {"page_size": 32, "num_blocks": 32, "max_batch_tokens": 128, **changes}
     return {
         "generation_config": config,
-        "continuous_batching_config": batching.ContinuousBatchingConfig(**sizes),
+        "continuous_batching_config": transformers.ContinuousBatchingConfig(**sizes),
     }
 
 
@@ -122,7 +122,6 @@ def test_patched_biases_are_refused(family, method):
 def test_encodings_that_read_slots_are_refused(name):
     model = encoded(name, {})
     assert_refused(model, f"the encoding '{name}' measures distances by slots of the cache")
-    rope_patch.current(model)
 
 
 @pytest.mark.parametrize("name", ["none", "sinusoidal", "rope", "rnope"])

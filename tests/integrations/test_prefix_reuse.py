@@ -33,7 +33,8 @@ def make_patched(family, method, options):
 
 def generate(model, ids, **kwargs):
     settings = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
-    return model.generate(ids, max_new_tokens=NEW, **settings, **kwargs)
+    seen = torch.ones_like(ids)  # a generated token may be the padding one, which generate masks
+    return model.generate(ids, attention_mask=seen, max_new_tokens=NEW, **settings, **kwargs)
 
 
 def assert_same_answer(got, expected):
