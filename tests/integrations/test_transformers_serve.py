@@ -22,7 +22,7 @@ import rope_patch
 manager = pytest.importorskip("transformers.cli.serving.model_manager")
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
-TEXT = "It is a truth universally acknowledged, that a single man " * 9  # passes 256 tokens
+TEXT = "It is a truth universally acknowledged, that a single man " * 20  # passes 256 tokens
 
 
 def saved(folder, method, **options):
@@ -114,7 +114,10 @@ def test_server_answers_as_the_model_does(tmp_path, method, options, arguments):
     model = saved(tmp_path, method, **options)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
-    expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids, **settings)[0, ids.shape[1] :]
+    plain = AutoModelForCausalLM.from_pretrained(TINY).generate(ids, **settings)
+    assert not plain[0, ids.shape[1] :].equal(expected)
     port = free_port()
     command = [sys.executable, "-m", "rope_patch", "serve", str(tmp_path), "--device", "cpu"]
     server = subprocess.Popen(
@@ -136,6 +139,17 @@ def test_server_answers_as_the_model_does(tmp_path, method, options, arguments):
         server.wait(timeout=60)
     expected_text = tokenizer.decode(expected, skip_special_tokens=True)
     assert answer["choices"][0]["text"] == expected_text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not import_utils.is_serve_available(), reason="needs pip install 'transformers[serving]'"
+)
+def test_command_refuses_to_start(tmp_path):
+    saved(tmp_path, "dynamic-yarn")
+    result = run_in_this_process("serve", str(tmp_path), "--continuous-batching")
+    assert result.returncode == 1
+    assert "paged cache of continuous batching cannot be rotated again" in result.stderr
 
 
 def _post(url, body, patience=120):
