@@ -56,9 +56,8 @@ def filled_cache(model):
     return cache
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize(("method", "options"), STATIC)
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize(("family", "kind"), [("qwen3", "static"), ("gemma3", "dynamic")])
 def test_conversation_equals_one_prompt(family, method, options, kind):
     model = make_patched(family, method, options)
     cache = (

@@ -2,8 +2,8 @@
 
 Cached keys would need re-rotation, or mix two rotations, or an encoding measures distances by slots
 of the cache. Continuous batching keeps the keys of many requests in the blocks of one paged cache,
-where they cannot be re-rotated. Its forward calls run in a thread of their own, where an error would
-only fail the requests. So the method that starts it raises in the caller's thread.
+where they cannot be re-rotated. Its forward calls run in a thread of their own, where an error
+would only fail the requests. So the method that starts it raises in the caller's thread.
 """
 
 from __future__ import annotations
