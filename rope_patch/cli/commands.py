@@ -25,6 +25,7 @@ from rope_patch.cli import (
     recommend,
     report,
     search,
+    serve,
     tasks,
     verbosity,
 )
@@ -162,6 +163,9 @@ app.command(
 app.command(cls=Command)(recipes.recipes)
 app.command(cls=Command)(with_plugins(patch.patch))
 app.command(cls=Command)(with_plugins(export.export))
+app.command(
+    cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(serve.serve)
 app.command(cls=Command)(with_plugins(bench.bench))
 app.command(cls=Command)(with_plugins(picture.picture))
 app.command(cls=Command)(lab.lab)

@@ -16,7 +16,7 @@ from rope_patch.patching.config_copy import ConfigOverride
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.dynamic.admission import watch_admission
 from rope_patch.patching.dynamic.assisted_decoding import limit_candidates
-from rope_patch.patching.dynamic.batching_guard import guard_batching
+from rope_patch.patching.dynamic.batching_guard import guard_batching, position_map_refusal
 from rope_patch.patching.dynamic.compile_op import TraceRefusal
 from rope_patch.patching.dynamic.generation_loop import watch_generate
 from rope_patch.patching.frequency_buffers import set_frequencies, warn_about_cast
@@ -254,7 +254,13 @@ class Patch:
                 install_cache_stamps(model, rotaries, self._rotation_digest, self._undo_log)
             if self._length_warning is not None:
                 install_length_warning(self._length_warning, model, rotaries, self._undo_log)
-            guard_batching(model, self._rotation_digest, self._length_hooks, self._undo_log)
+            guard_batching(
+                model,
+                self._undo_log,
+                rotation=self._rotation_digest,
+                length_hooks=self._length_hooks,
+                refusal=position_map_refusal(plan.position_map) if plan.position_map else None,
+            )
             for guard in self._position_guards:
                 guard.group = self._context_parallel_group
             warn_about_cast(rotaries)

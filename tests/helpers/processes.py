@@ -33,7 +33,7 @@ def run_forked(job, size=2, patience=300):
     Raises:
         BaseException: The job raised it in one of the processes.
     """
-    port, queue = _free_port(), FORK.Queue()
+    port, queue = free_port(), FORK.Queue()
     members = [
         FORK.Process(target=_member, args=(job, port, rank, size, queue)) for rank in range(size)
     ]
@@ -68,7 +68,7 @@ def _member(job, port, rank, size, queue):
         queue.put((rank, error))
 
 
-def _free_port():
+def free_port():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]

@@ -1,12 +1,14 @@
-"""Refuse paged attention where cached keys would need re-rotation, or would mix two rotations.
+"""Refuse continuous batching where its paged cache would give wrong results.
 
-Continuous batching keeps the keys of many requests in the blocks of one paged cache, where they
-cannot be re-rotated. Its forward calls run in a thread of their own, where an error would only fail
-the requests. So the method that starts it raises in the caller's thread.
+Cached keys would need re-rotation, or mix two rotations, or an encoding measures distances by slots
+of the cache. Continuous batching keeps the keys of many requests in the blocks of one paged cache,
+where they cannot be re-rotated. Its forward calls run in a thread of their own, where an error
+would only fail the requests. So the method that starts it raises in the caller's thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,18 +25,41 @@ _ROTATION_ATTRIBUTE = "_rope_patch_rotation"
 
 
 class BatchingGuard:
-    """Wrapper of `init_continuous_batching` that refuses paged caches of several rotations."""
+    """Wrapper of `init_continuous_batching` that refuses paged caches of several rotations.
 
-    def __init__(self, module: nn.Module, rotation: str, followings: list[LengthHooks]) -> None:
+    Attributes:
+        module: The model.
+        original_method: What is wrapped.
+        rotation: Names what positions do to keys; a manager's cache is filled under one name.
+        length_hooks: Hooks that follow lengths.
+        refusal: Why the model is refused, whatever its lengths; None if it is not.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rotation: str | None,
+        length_hooks: Sequence[LengthHooks],
+        refusal: str | None,
+    ) -> None:
         self.module = module
         self.original_method = getattr(module, _ENTRY_METHOD)
         self.rotation = rotation
-        self.length_hooks = followings
+        self.length_hooks = length_hooks
+        self.refusal = refusal
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def check(self) -> None:
+        """Raise if no paged cache is right for the model."""
+        if self.refusal is not None:
+            raise Refused(self.refusal)
         for hooks in self.length_hooks:
             if hooks.fixed_length is None:
                 raise Refused(paged_cache_refusal(hooks.method))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.check()
+        if self.rotation is None:
+            return self.original_method(*args, **kwargs)
         lengths = [f"{hooks.fixed_length:g}" for hooks in self.length_hooks]
         rotation = " ".join([self.rotation, *lengths])
         manager = vars(self.module).get(_MANAGER_ATTRIBUTE)
@@ -46,7 +71,12 @@ class BatchingGuard:
 
 
 def guard_batching(
-    model: nn.Module, rotation: str, length_hooks: list[LengthHooks], undo_log: UndoLog
+    model: nn.Module,
+    undo_log: UndoLog,
+    *,
+    rotation: str | None = None,
+    length_hooks: Sequence[LengthHooks] = (),
+    refusal: str | None = None,
 ) -> None:
     """Have a model refuse continuous batching whose paged cache would mix rotations.
 
@@ -55,27 +85,43 @@ def guard_batching(
 
     Args:
         model: The model.
-        rotation: The digest of the patch's rotation.
-        length_hooks: The patch's hooks that follow lengths.
         undo_log: Log of the changes.
+        rotation: Names what positions do to keys; None if that stays for as long as the model can
+            have a manager.
+        length_hooks: The patch's hooks that follow lengths.
+        refusal: Why any paged cache is refused; None if it is not.
     """
     for module in model.modules():
         if hasattr(type(module), _ENTRY_METHOD):
-            undo_log.set(module, _ENTRY_METHOD, BatchingGuard(module, rotation, length_hooks))
+            guard = BatchingGuard(module, rotation, length_hooks, refusal)
+            undo_log.set(module, _ENTRY_METHOD, guard)
 
 
-def require_no_paged_cache(arguments: dict[str, Any], method: object) -> None:
+def require_batching(model: nn.Module) -> None:
+    """Raise if a model refuses continuous batching, before anything starts it.
+
+    Raises:
+        ValueError: It does. The message says why, and what to do instead.
+    """
+    for module in model.modules():
+        guard = vars(module).get(_ENTRY_METHOD)
+        while isinstance(guard, BatchingGuard):
+            guard.check()
+            guard = guard.original_method
+
+
+def require_no_paged_cache(arguments: dict[str, Any], refusal: str) -> None:
     """Raise if the keys of a forward call go to a paged cache.
 
     Args:
         arguments: The decoder's arguments, by name.
-        method: The length-dependent method.
+        refusal: The message, which names what to use instead.
 
     Raises:
-        ValueError: They do. The message names what to use instead.
+        ValueError: They do.
     """
     if arguments.get("cache") is not None:
-        raise Refused(paged_cache_refusal(method))
+        raise Refused(refusal)
 
 
 def require_no_batching_manager(model: nn.Module) -> None:
@@ -104,4 +150,26 @@ def paged_cache_refusal(method: object) -> str:
         f"{method} follows the length of each sequence, and keys in the paged cache of continuous "
         "batching cannot be rotated again: expected a method whose frequencies stay, such as yarn; "
         "or say the length beforehand (`handle.fix_length(...)`), or use model.generate"
+    )
+
+
+def position_map_refusal(position_map: object) -> str:
+    """Return the message that refuses continuous batching under a position map."""
+    return (
+        f"{position_map} compares each query with all keys of its sequence, and the paged cache of "
+        "continuous batching holds the keys of many: expected a method that changes frequencies "
+        "alone, such as yarn; or use model.generate"
+    )
+
+
+def slots_refusal(encoding: str) -> str:
+    """Return the message that refuses continuous batching under an encoding that reads slots.
+
+    Args:
+        encoding: Names the encoding.
+    """
+    return (
+        f"{encoding} measures distances by slots of the cache, and continuous batching packs many "
+        "requests into one row of slots: expected a model that rotates, or that adds its positions "
+        "to embeddings; or use model.generate"
     )

@@ -56,7 +56,7 @@ from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.architecture.rotated_layers import rotated_layer_types
 from rope_patch.patching.dynamic import compile_op
 from rope_patch.patching.dynamic.admission import Admission
-from rope_patch.patching.dynamic.batching_guard import require_no_paged_cache
+from rope_patch.patching.dynamic.batching_guard import paged_cache_refusal, require_no_paged_cache
 from rope_patch.patching.dynamic.cache_record import (
     UNKNOWN,
     RotationRecord,
@@ -178,7 +178,7 @@ class LengthHooks:
         if tokens is None:
             return  # the model raises an error of its own
         if self.fixed_length is None:
-            require_no_paged_cache(arguments, self.method)
+            require_no_paged_cache(arguments, paged_cache_refusal(self.method))
         cache = arguments.get("past_key_values")
         cache = getattr(cache, "self_attention_cache", cache)
         if torch.compiler.is_compiling() and carries_gradients(cache):

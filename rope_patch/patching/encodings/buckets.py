@@ -34,6 +34,7 @@ class BucketsSite(Site):
     max_distance: int = field(init=False)
 
     kind: ClassVar[str] = "t5"
+    reads_slots: ClassVar[bool] = True
     methods: ClassVar[tuple[str, ...]] = (
         "log-tail",
         "max-distance",

@@ -10,6 +10,11 @@ from torch import nn
 
 from rope_patch.extension import Extension
 from rope_patch.patching.config_copy import ConfigOverride
+from rope_patch.patching.dynamic.batching_guard import (
+    guard_batching,
+    require_no_batching_manager,
+    slots_refusal,
+)
 from rope_patch.patching.encodings.plan import EncodingPlan, make_encoding_plan
 from rope_patch.patching.encodings.site import Site
 from rope_patch.patching.undo_log import UndoLog
@@ -98,6 +103,13 @@ class EncodingPatch:
             self.original = {name: getattr(config, name) for name in fields}
             for site in plan.sites:
                 site.apply(plan.model, plan.stretch, self._undo_log)
+            reading = next((site for site in plan.sites if site.reads_slots), None)
+            guard_batching(
+                plan.model,
+                self._undo_log,
+                rotation=f"{[site.name for site in plan.sites]} {plan.stretch}",
+                refusal=slots_refusal(reading.kind) if reading else None,
+            )
             self._undo_log.set(plan.model, _MARK, self)
             if fields:
                 self._config_override.apply(plan.outer, type(plan.model.config), fields)
@@ -132,6 +144,7 @@ def patch_encoding(model: nn.Module, extension: Extension) -> EncodingPatch:
         ValueError: The request cannot be met, or would change nothing. The model is as before.
         TypeError: A value of the wrong type. The model is as before.
     """
+    require_no_batching_manager(model)
     before = current_encoding(model)
     if before is not None:
         before.undo()

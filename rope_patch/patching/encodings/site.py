@@ -63,6 +63,7 @@ class Site(ABC):
 
     kind: ClassVar[str]  # for people
     methods: ClassVar[tuple[str, ...]]
+    reads_slots: ClassVar[bool] = False  # distances are counted in slots of the cache
 
     name: str
     module: nn.Module

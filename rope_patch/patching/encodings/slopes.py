@@ -38,6 +38,7 @@ class SlopesSite(Site):
     from_end: bool
 
     kind: ClassVar[str] = "alibi"
+    reads_slots: ClassVar[bool] = True
     methods: ClassVar[tuple[str, ...]] = ("linear", "ntk", "dynamic-linear", "dynamic-ntk")
 
     @property

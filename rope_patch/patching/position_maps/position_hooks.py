@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Cache
 
 from rope_patch.methods.position_map import PositionMap
-from rope_patch.patching.dynamic.batching_guard import require_no_paged_cache
+from rope_patch.patching.dynamic.batching_guard import position_map_refusal, require_no_paged_cache
 from rope_patch.patching.dynamic.cache_record import (
     attach_record,
     cache_in_output,
@@ -79,7 +79,7 @@ class PositionHooks:
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
             return  # the model raises an error of its own
-        require_no_paged_cache(arguments, self.position_map)
+        require_no_paged_cache(arguments, position_map_refusal(self.position_map))
         if context_parallel_group() is not None:
             raise Refused(
                 f"{self.position_map} compares each query with all keys of its sequence, and under "

@@ -63,6 +63,7 @@ class Encoding(nn.Module, ABC):
     """
 
     name: ClassVar[str]  # set by `register_encoding`
+    reads_slots: ClassVar[bool] = False  # distances are counted in slots of the cache
     handle: Any = None  # the `EncodedModel`
 
     def rotates(self, layer: int) -> bool:
@@ -119,6 +120,8 @@ class AbsoluteEncoding(Encoding):
 
 class BiasEncoding(Encoding):
     """An encoding that adds a number to each attention logit."""
+
+    reads_slots: ClassVar[bool] = True
 
     @abstractmethod
     def forward(self, span: Span) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 from rope_patch.patching.active import current
 from rope_patch.patching.architecture.probe import call_rotary, make_probe
 from rope_patch.patching.architecture.rotary_modules import find_decoder, find_rotaries, is_mrope
+from rope_patch.patching.dynamic.batching_guard import require_no_batching_manager
 from rope_patch.patching.replacement.encoding import DecoderShape
 from rope_patch.patching.replacement.handle import EncodedModel, current_encode
 from rope_patch.patching.replacement.hooks import require_implementation
@@ -42,6 +43,7 @@ def encode(model: nn.Module, name: str, **options: Any) -> EncodedModel:
         TypeError: Not a torch module.
     """
     decoder = _decoder(model)
+    require_no_batching_manager(model)
     before = current_encode(model)
     if (patch := current(model)) is not None:
         raise Refused(

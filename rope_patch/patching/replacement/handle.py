@@ -10,6 +10,7 @@ from torch import nn
 
 from rope_patch.patching.active import current
 from rope_patch.patching.config_copy import ConfigOverride
+from rope_patch.patching.dynamic.batching_guard import guard_batching, slots_refusal
 from rope_patch.patching.replacement.encoding import (
     AbsoluteEncoding,
     BiasEncoding,
@@ -92,6 +93,8 @@ class EncodedModel:
         try:
             encoding.install(self.model, decoder, log, self._config_override)
             log.set(decoder, ATTRIBUTE, encoding)
+            refusal = f"the encoding {encoding.name!r}" if encoding.reads_slots else None
+            guard_batching(self.model, log, refusal=refusal and slots_refusal(refusal))
             log.hook(decoder, before=shared.forget, after=shared.forget)
             log.hook(decoder, before=PositionsHook(decoder))
             if isinstance(encoding, AbsoluteEncoding):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -134,6 +134,8 @@ class Xpos(RotaryEncoding):
         gamma: See above.
         scale: Tokens.
     """
+
+    reads_slots: ClassVar[bool] = True
 
     def __init__(self, shape: DecoderShape, *, gamma: float = 0.4, scale: float = 512.0) -> None:
         super().__init__()

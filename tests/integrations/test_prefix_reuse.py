@@ -1,0 +1,126 @@
+"""Test caches that are kept, copied or repeated between calls of generate."""
+
+import copy
+
+import pytest
+import torch
+from helpers.tiny_models import LONG_FACTOR, OLD_TRANSFORMERS, make_generator, tokens
+from transformers import DynamicCache, StaticCache
+
+import rope_patch
+
+NEW = 10
+PREFIX = tokens(50, seed=4)
+ENDINGS = [tokens(20, seed=5), tokens(7, seed=6)]  # the first passes 64 tokens, the trained length
+LONG_SET = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": LONG_FACTOR}
+STATIC = [
+    ("yarn", {"factor": 4}),
+    ("longrope", {**LONG_SET, "start_tokens": 4}),
+    ("yarn", {"factor": 4, "temperature": "log-n"}),
+    ("self-extend", {"factor": 4}),
+    ("dca", {"factor": 4}),
+]
+DYNAMIC = [("dynamic-yarn", {}), ("mixed-yarn", {"factor": 4})]
+
+pytestmark = pytest.mark.skipif(OLD_TRANSFORMERS, reason="transformers 5.0 counts by positions")
+
+
+def make_patched(family, method, options):
+    model = make_generator(family)
+    rope_patch.patch(model, method, **options)
+    return model
+
+
+def generate(model, ids, **kwargs):
+    settings = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    seen = torch.ones_like(ids)  # a generated token may be the padding one, which generate masks
+    return model.generate(ids, attention_mask=seen, max_new_tokens=NEW, **settings, **kwargs)
+
+
+def assert_same_answer(got, expected):
+    """Compare log-probabilities of each step, which rounding moves less than any other key would.
+
+    Greedy tokens may differ behind a tie, so steps are compared as long as their tokens agree.
+    """
+    for step, (ours, theirs) in enumerate(zip(got.logits, expected.logits, strict=True)):
+        torch.testing.assert_close(ours.log_softmax(-1), theirs.log_softmax(-1), rtol=0, atol=1e-3)
+        tokens_so_far = slice(None, expected.sequences.shape[1] - NEW + step + 1)
+        if not got.sequences[:, tokens_so_far].equal(expected.sequences[:, tokens_so_far]):
+            return
+
+
+@torch.no_grad()
+def filled_cache(model):
+    cache = DynamicCache(config=model.config)
+    model(PREFIX, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize(("method", "options"), STATIC)
+@pytest.mark.parametrize(("family", "kind"), [("qwen3", "static"), ("gemma3", "dynamic")])
+def test_conversation_equals_one_prompt(family, method, options, kind):
+    model = make_patched(family, method, options)
+    cache = (
+        DynamicCache(config=model.config)
+        if kind == "dynamic"
+        else StaticCache(config=model.config, max_cache_len=128)
+    )
+    first = generate(model, PREFIX, past_key_values=cache).sequences
+    whole = torch.cat([first, ENDINGS[0]], dim=1)
+    second = generate(model, whole, past_key_values=cache)
+    assert_same_answer(second, generate(make_patched(family, method, options), whole))
+
+
+@pytest.mark.parametrize(("method", "options"), STATIC + DYNAMIC)
+def test_copies_of_a_prefix_do_not_disturb_each_other(method, options):
+    model = make_patched("gemma3", method, options)
+    prefix = filled_cache(model)
+    for ending in ENDINGS:
+        ids = torch.cat([PREFIX, ending], dim=1)
+        got = generate(model, ids, past_key_values=copy.deepcopy(prefix))
+        fresh = make_patched("gemma3", method, options)
+        expected = generate(fresh, ids, past_key_values=filled_cache(fresh))
+        assert got.sequences.equal(expected.sequences)
+        assert all(a.equal(b) for a, b in zip(got.logits, expected.logits, strict=True))
+
+
+@pytest.mark.parametrize(("method", "options"), STATIC + DYNAMIC)
+def test_repeated_prefix_serves_several_endings(method, options):
+    model = make_patched("llama", method, options)
+    prefix = filled_cache(model)
+    prefix.batch_repeat_interleave(2)
+    rows = [torch.cat([PREFIX, tokens(20, seed=seed)], dim=1) for seed in (7, 8)]
+    got = generate(model, torch.cat(rows), past_key_values=prefix)
+    for i, row in enumerate(rows):
+        fresh = make_patched("llama", method, options)
+        expected = generate(fresh, row, past_key_values=filled_cache(fresh))
+        assert got.sequences[i].equal(expected.sequences[0])
+
+
+@pytest.mark.parametrize(("method", "options"), STATIC + DYNAMIC)
+def test_loaded_model_continues_the_cache_of_the_saved_one(tmp_path, method, options):
+    """A static rotation is known by its digest; a record of lengths says how keys are rotated."""
+    model = make_patched("llama", method, options)
+    rope_patch.save(model, tmp_path)
+    loaded = rope_patch.load(tmp_path)
+    ids = torch.cat([PREFIX, ENDINGS[0]], dim=1)
+    got = generate(loaded, ids, past_key_values=filled_cache(model))
+    expected = generate(model, ids, past_key_values=filled_cache(model))
+    assert got.sequences.equal(expected.sequences)
+
+
+@pytest.mark.parametrize(("method", "options"), STATIC + DYNAMIC)
+def test_prompt_lookup_keeps_the_tokens(method, options):
+    model = make_patched("llama", method, options)
+    repetitive = tokens(10, seed=3).repeat(1, 4)
+    expected = generate(model, repetitive).sequences
+    got = generate(model, repetitive, prompt_lookup_num_tokens=3).sequences
+    assert got.equal(expected)
+
+
+def test_kept_cache_beyond_its_admitted_factor_is_refused():
+    model = make_patched("llama", "dynamic-yarn", {"growth": "admission"})
+    cache = DynamicCache(config=model.config)
+    first = generate(model, PREFIX, past_key_values=cache).sequences
+    with pytest.raises(rope_patch.Refused, match="keeps the factor that its cache began with"):
+        generate(model, torch.cat([first, ENDINGS[0]], dim=1), past_key_values=cache)
