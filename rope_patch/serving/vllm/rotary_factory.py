@@ -1,0 +1,89 @@
+"""vLLM's `get_rope`, extended by the methods of rope_patch."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from rope_patch.serving.vllm.rope_type import method_name, read_request
+from rope_patch.utils.errors import Refused
+
+if TYPE_CHECKING:
+    from rope_patch.serving.vllm.stacked_tables import StackedRotary
+
+_NAME = "get_rope"
+
+# Layers that rotate alike share one module, as in vLLM.
+_built: WeakValueDictionary[tuple[Any, ...], StackedRotary] = WeakValueDictionary()
+
+
+def install() -> None:
+    """Replace `get_rope` where vLLM defines it, and in every module that has imported it."""
+    from vllm.model_executor.layers import rotary_embedding
+
+    original = rotary_embedding.get_rope
+    if hasattr(original, "rope_patch_original"):
+        return
+    extended = _extend(original)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(_NAME) is original:
+            setattr(module, _NAME, extended)
+
+
+def _extend(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_rope(
+        head_size: int,
+        max_position: int,
+        is_neox_style: bool = True,
+        rope_parameters: dict[str, Any] | None = None,
+        dtype: Any = None,
+        *args: Any,
+        **keywords: Any,
+    ) -> Any:
+        if method_name((rope_parameters or {}).get("rope_type")) is None:
+            return original(
+                head_size, max_position, is_neox_style, rope_parameters, dtype, *args, **keywords
+            )
+        assert rope_parameters is not None
+        if unknown := [*args, *filter(None, keywords.values())]:
+            raise Refused(
+                f"this model asks get_rope for more than a rotation ({unknown}), which the plugin "
+                "does not know; use a static method in vLLM's own form"
+            )
+        return _stacked_rotary(head_size, is_neox_style, rope_parameters, dtype)
+
+    vars(get_rope)["rope_patch_original"] = original
+    return get_rope
+
+
+def _stacked_rotary(
+    head_size: int, is_neox_style: bool, parameters: dict[str, Any], dtype: Any
+) -> StackedRotary:
+    """Return the module with the tables of all profiles, one for equal requests of an engine."""
+    import torch
+    from vllm.config import get_current_vllm_config
+
+    from rope_patch.serving.vllm.stacked_tables import StackedRotary
+
+    config = get_current_vllm_config()
+    dtype = dtype or torch.get_default_dtype()
+    share = parameters.get("partial_rotary_factor", 1.0)
+    rotary_dim = parameters.get("rope_dim") or int(head_size * share)
+    key = (id(config), head_size, rotary_dim, is_neox_style, repr(parameters), dtype)
+    rotary = _built.get(key)
+    if rotary is None:
+        rotary = StackedRotary(
+            read_request(parameters),
+            head_size=head_size,
+            rotary_dim=rotary_dim,
+            is_neox_style=is_neox_style,
+            dtype=dtype,
+            max_length=config.model_config.max_model_len,
+            max_tokens=config.scheduler_config.max_num_batched_tokens,
+        )
+        _built[key] = rotary
+    return rotary
