@@ -260,16 +260,17 @@ class TestLatentAttention:
             rope_patch.export(patched_model, engine)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_interleaved_pairs_refuse_per_pair_factors(engine):
+def test_interleaved_pairs_refuse_per_pair_factors_or_take_the_plugin():
     patched_model = tiny_model("cohere")
     rope_patch.patch(patched_model, "ntk-by-parts-2023-06", factor=4.0)
     with pytest.raises(ValueError, match="rotates neighbours"):
-        rope_patch.export(patched_model, engine)
+        rope_patch.export(patched_model, "sglang")
+    rope_type = rope_patch.export(patched_model, "vllm").config["rope_parameters"]["rope_type"]
+    assert rope_type == "ntk-by-parts-2023-06"  # a name that only rope_patch's plugin reads
     rope_patch.patch(patched_model, "linear", factor=4.0)
-    assert (
-        rope_patch.export(patched_model, engine).config["rope_parameters"]["rope_type"] == "linear"
-    )
+    for engine in ("vllm", "sglang"):
+        parameters = rope_patch.export(patched_model, engine).config["rope_parameters"]
+        assert parameters["rope_type"] == "linear"
 
 
 def test_mrope_exports_yarn_only():

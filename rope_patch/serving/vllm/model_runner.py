@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from rope_patch.serving.vllm.admission import admitted_length
+from rope_patch.serving.vllm.rope_type import describe
 from rope_patch.serving.vllm.stacked_tables import StackedRotary
 from rope_patch.utils.errors import Refused
 
@@ -21,7 +22,8 @@ class RowWriter:
     def __init__(self, runner: Any, rotaries: list[StackedRotary]) -> None:
         self.runner = runner
         self.rotaries = rotaries
-        self.forward: Callable[..., Any] = runner._model_forward
+        # The class's, so that a second load of the model does not wrap the first one's.
+        self.forward: Callable[..., Any] = type(runner)._model_forward.__get__(runner)
         self.max_length: int = runner.model_config.max_model_len
         self.all_first = True  # every row is 0, the first profile's
 
@@ -84,11 +86,19 @@ def watch_runner(runner: Any) -> None:
     load_model: Callable[..., Any] = runner.load_model
 
     def load_and_watch(*args: Any, **keywords: Any) -> Any:
+        from vllm.model_executor.models.interfaces import supports_mrope
+
         result = load_model(*args, **keywords)
-        rotaries = find_stacked(runner.get_model())
+        model = runner.get_model()
+        rotaries = find_stacked(model)
+        if supports_mrope(model):
+            raise Refused(
+                f"{type(model).__name__} gives a token several positions (M-RoPE), which the "
+                "plugin does not serve; use a static method in vLLM's own form"
+            )
         if not rotaries:
             raise Refused(
-                f"{type(runner.get_model()).__name__} builds its rotation without vLLM's get_rope, "
+                f"{type(model).__name__} builds its rotation without vLLM's get_rope, "
                 "so the method named in rope_parameters rotates nothing: expected a decoder such "
                 "as Llama, Qwen, Mistral or Gemma"
             )
@@ -108,7 +118,7 @@ def find_stacked(model: nn.Module) -> list[StackedRotary]:
 def _log(rotary: StackedRotary) -> None:
     logger.info(
         "rotation by request: %s; %s profiles, %.1f MiB of cos and sin",
-        rotary.extra_repr(),
+        describe(rotary.request),
         len(rotary.profiles),
         rotary.table_bytes() / 2**20,
     )

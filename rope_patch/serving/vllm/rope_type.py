@@ -7,7 +7,7 @@ in any case.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.geometry import Geometry
@@ -22,6 +22,7 @@ BASE_KEY = "base_inv_freq"
 _TRAINED_KEY = "original_max_position_embeddings"
 # Keys that belong to the model, whatever the method.
 _MODEL_KEYS = ("rope_theta", "partial_rotary_factor", "rope_dim", "type")
+_WITHOUT_FACTOR = ("default", "nope")
 
 # What `get_rope` and the model files of vLLM compare `rope_type` with.
 _VLLM_ROPE_TYPES = frozenset(
@@ -102,12 +103,13 @@ def _read_request(name: str, given: dict[str, Any]) -> RopeRequest:
                 "MODEL --engine vllm` prints it"
             )
     require_tokens(_TRAINED_KEY, given[_TRAINED_KEY])
-    method = _build_method(name, given)
-    if isinstance(method, PositionMap):
+    method_class = find_method(name)
+    if method_class is not None and issubclass(method_class, PositionMap):
         raise Refused(
             f"{name} compares tokens at mapped positions inside attention, which no table of cos "
             "and sin can say; serve it with transformers and rope_patch.load"
         )
+    method = _build_method(name, method_class, given)
     if method.query_temperature is not None:
         raise Refused(
             f"temperature={method.temperature!r} acts on queries, and the plugin replaces tables "
@@ -121,23 +123,20 @@ def _read_request(name: str, given: dict[str, Any]) -> RopeRequest:
     )
 
 
-def _build_method(name: str, given: dict[str, Any]) -> Method:
-    method_class = find_method(name)
+def _build_method(
+    name: str, method_class: type[Method] | None, given: Mapping[str, Any]
+) -> Method:
     own_keys = {"rope_type", _TRAINED_KEY, BASE_KEY, *_MODEL_KEYS}
     options = {key: value for key, value in given.items() if key not in own_keys}
-    if method_class is not None and method_class.is_dynamic and not method_class.factor_is_option:
-        # The largest length / trained length, from which vLLM derives its max_model_len.
-        options.pop("factor", None)
-    option_names = () if method_class is None else [f.name for f in fields(method_class)]
-    if "factor" in option_names and "factor" not in options and not _needs_no_factor(given, name):
+    if method_class is None:
+        return build(name)  # raises, and names the closest one
+    if method_class.is_dynamic:
+        if not method_class.factor_is_option:
+            # The largest length / trained length, from which vLLM derives its max_model_len.
+            options.pop("factor", None)
+    elif not {"factor", "new_theta"} & options.keys() and name not in _WITHOUT_FACTOR:
         raise Refused("expected a factor (target length / trained length), got nothing")
     return build(name, **options)
-
-
-def _needs_no_factor(given: Mapping[str, Any], name: str) -> bool:
-    method_class = find_method(name)
-    is_dynamic = method_class is not None and method_class.is_dynamic
-    return is_dynamic or name in ("default", "nope") or "new_theta" in given
 
 
 def our_parameters(rope_parameters: Any) -> list[dict[str, Any]]:

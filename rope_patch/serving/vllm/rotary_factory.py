@@ -41,19 +41,26 @@ def _extend(original: Callable[..., Any]) -> Callable[..., Any]:
         is_neox_style: bool = True,
         rope_parameters: dict[str, Any] | None = None,
         dtype: Any = None,
-        *args: Any,
+        dual_chunk_attention_config: dict[str, Any] | None = None,
         **keywords: Any,
     ) -> Any:
         if method_name((rope_parameters or {}).get("rope_type")) is None:
             return original(
-                head_size, max_position, is_neox_style, rope_parameters, dtype, *args, **keywords
+                head_size,
+                max_position,
+                is_neox_style,
+                rope_parameters,
+                dtype,
+                dual_chunk_attention_config,
+                **keywords,
             )
         assert rope_parameters is not None
-        if unknown := [*args, *filter(None, keywords.values())]:
+        if dual_chunk_attention_config is not None:
             raise Refused(
-                f"this model asks get_rope for more than a rotation ({unknown}), which the plugin "
-                "does not know; use a static method in vLLM's own form"
+                "dual chunk attention rotates by chunks, and the plugin by requests: take "
+                "dual_chunk_attention_config out of the config"
             )
+        # What remains, mrope_positions_factor, is for several positions a token: refused earlier.
         return _stacked_rotary(head_size, is_neox_style, rope_parameters, dtype)
 
     vars(get_rope)["rope_patch_original"] = original
