@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 
 import rope_patch
 from rope_patch.exporting import ENGINES
+from rope_patch.serving.vllm.rope_type import method_name, our_parameters
 
 OTHER_ENGINES = [engine for engine in ENGINES if not engine.startswith("transformers")]
 
@@ -96,21 +98,29 @@ def test_replaced_yarn_leaves_no_fields(method):
 
 
 class TestLengthDependent:
-    @pytest.mark.parametrize("engine", OTHER_ENGINES)
-    @pytest.mark.parametrize(
-        ("method", "options"),
-        [
-            ("dynamic", {}),
-            ("dynamic-yarn", {}),
-            ("mixed-ntk", {"factor": 4.0}),
-            ("longrope", {"factor": 4.0, "long_factor": [2.0] * 64}),
-        ],
-    )
+    METHODS: ClassVar = [
+        ("dynamic", {}),
+        ("dynamic-yarn", {}),
+        ("mixed-ntk", {"factor": 4.0}),
+        ("longrope", {"factor": 4.0, "long_factor": [2.0] * 64}),
+    ]
+
+    @pytest.mark.parametrize("engine", [engine for engine in OTHER_ENGINES if engine != "vllm"])
+    @pytest.mark.parametrize(("method", "options"), METHODS)
     def test_engines_with_one_rotation_refuse(self, engine, method, options):
         patched_model = make_checkpoint_model("Llama-2")
         rope_patch.patch(patched_model, method, kernels="hf", **options)
         with pytest.raises(ValueError, match=rf"{engine} cannot run {method}.*: .*yarn"):
             rope_patch.export(patched_model, engine)
+
+    @pytest.mark.parametrize(("method", "options"), METHODS)
+    def test_vllm_takes_the_plugin(self, method, options):
+        patched_model = make_checkpoint_model("Llama-2")
+        rope_patch.patch(patched_model, method, kernels="hf", **options)
+        export = rope_patch.export(patched_model, "vllm")
+        (parameters,) = our_parameters(export.config["rope_parameters"])
+        assert method_name(parameters["rope_type"]) == method
+        assert any("needs the plugin" in note for note in export.notes)
 
     @pytest.mark.parametrize("engine", ["transformers", "transformers4"])
     def test_transformers_exports_methods_with_a_config_form(self, engine):

@@ -123,9 +123,7 @@ def _read_request(name: str, given: dict[str, Any]) -> RopeRequest:
     )
 
 
-def _build_method(
-    name: str, method_class: type[Method] | None, given: Mapping[str, Any]
-) -> Method:
+def _build_method(name: str, method_class: type[Method] | None, given: Mapping[str, Any]) -> Method:
     own_keys = {"rope_type", _TRAINED_KEY, BASE_KEY, *_MODEL_KEYS}
     options = {key: value for key, value in given.items() if key not in own_keys}
     if method_class is None:

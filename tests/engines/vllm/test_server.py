@@ -109,7 +109,7 @@ def test_metrics_count_requests_by_profile(server):
 def test_the_log_names_each_profile_and_the_memory(server):
     _, log = server
     written = log.read_text()
-    assert "rotation by request: dynamic-yarn, 9 profiles" in written
+    assert "rotation by request: dynamic-yarn; 9 profiles" in written
     assert f"profile 0: requests of 1 to {TRAINED:,} tokens, unscaled" in written
     assert f"to {LONGEST:,} tokens, pairs stretched by 1 to 4" in written
     assert "MiB of cos and sin" in written
