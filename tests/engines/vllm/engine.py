@@ -33,19 +33,28 @@ def rope_parameters(name, rope_type="dynamic-yarn", **options):
     return {"full_attention": extended, "sliding_attention": windows}
 
 
+def model_folder(name):
+    """Return the folder of a tiny model, or the folder that is given."""
+    return name if isinstance(name, Path) else ASSETS / f"tiny-{name}"
+
+
 @contextmanager
 def engine(name="llama", rope=None, longest=LONGEST, **options):
-    """Start vLLM on a tiny model, and end it."""
+    """Start vLLM on a tiny model, or one of a folder, and end it."""
     overrides = {"max_position_embeddings": TRAINED if name != "gemma3" else LONGEST}
     if rope is not None:
         overrides["rope_parameters"] = rope
     llm = LLM(
-        str(ASSETS / f"tiny-{name}"),
+        str(model_folder(name)),
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=longest,
-        hf_overrides=overrides,
-        **{"enforce_eager": True, "disable_log_stats": False, **options},
+        **{
+            "hf_overrides": overrides,
+            "enforce_eager": True,
+            "disable_log_stats": False,
+            **options,
+        },
     )
     try:
         yield llm
@@ -82,11 +91,9 @@ class Reference:
     """A tiny model in transformers, patched by rope_patch for each request's length."""
 
     def __init__(self, name="llama", method="dynamic-yarn", **options):
-        self.model = AutoModelForCausalLM.from_pretrained(
-            ASSETS / f"tiny-{name}", dtype=torch.float32
-        )
+        self.model = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32)
         self.method = method
-        self.options = {"growth": "admission"} if method == "dynamic-yarn" else options
+        self.options = {**({"growth": "admission"} if method == "dynamic-yarn" else {}), **options}
 
     @torch.no_grad()
     def log_probabilities(self, prompt, output, max_tokens):

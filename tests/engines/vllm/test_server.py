@@ -17,7 +17,7 @@ from engine import ASSETS, LONGEST, TOLERANCE, TRAINED, Reference, text
 
 pytestmark = pytest.mark.engines
 
-BIN = Path(sys.executable).parent
+COMMAND = Path(__file__).with_name("vllm_command.py")
 MODEL = ASSETS / "tiny-llama"
 
 
@@ -44,7 +44,7 @@ def server(tmp_path_factory):
     _, *words = exported_line("--method", "dynamic-yarn")
     options = ["--dtype", "float32", "--enforce-eager", "--port", str(port)]
     with log.open("w") as output:
-        process = subprocess.Popen([BIN / "vllm", *words, *options], stdout=output, stderr=output)
+        process = subprocess.Popen([sys.executable, COMMAND, *words, *options], stdout=output, stderr=output)
     try:
         for _ in range(150):
             if process.poll() is not None:
