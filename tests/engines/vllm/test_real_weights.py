@@ -50,7 +50,9 @@ def test_smollm2_has_the_numbers_of_transformers(folder):
         require_equal(output, reference, 6)
         assert list(repeated.outputs[0].token_ids) == list(output.outputs[0].token_ids)
         first, second = (
-            torch.tensor([row[token].logprob for row, token in zip(o.logprobs, o.token_ids, strict=True)])
+            torch.tensor(
+                [row[token].logprob for row, token in zip(o.logprobs, o.token_ids, strict=True)]
+            )
             for o in (output.outputs[0], repeated.outputs[0])
         )
         torch.testing.assert_close(first, second, atol=2e-3, rtol=0)

@@ -44,7 +44,9 @@ def server(tmp_path_factory):
     _, *words = exported_line("--method", "dynamic-yarn")
     options = ["--dtype", "float32", "--enforce-eager", "--port", str(port)]
     with log.open("w") as output:
-        process = subprocess.Popen([sys.executable, COMMAND, *words, *options], stdout=output, stderr=output)
+        process = subprocess.Popen(
+            [sys.executable, COMMAND, *words, *options], stdout=output, stderr=output
+        )
     try:
         for _ in range(150):
             if process.poll() is not None:
