@@ -56,7 +56,9 @@ def speed(
     seconds: dict[str, list[float]] = {STATIC: [], PLUGIN: []}
     with ExitStack() as stack:
         servers = {
-            method: stack.enter_context(_serve(path, method, trained, enable_prefix_caching=False))
+            method: stack.enter_context(
+                _serve(path, method, trained, FACTOR * trained, enable_prefix_caching=False)
+            )
             for method in seconds
         }
         for round_number in range(-1, pairs):  # the first one warms both up
@@ -104,7 +106,7 @@ def quality(
     )
     results: dict[str, Any] = {}
     for method in (PLAIN, STATIC, PLUGIN):
-        with _serve(path, method, trained) as server:
+        with _serve(path, method, trained, length) as server:
             hits = {name: _choose(server, tokenizer, rows) for name, rows in asked.items()}
             answers = _answer(server, tokenizer, documents, tasks.config(retrieval))
         results[method] = {"short": hits, "long": answers}
@@ -120,8 +122,8 @@ def quality(
 
 
 @contextmanager
-def _serve(path: str, method: str, trained: int, **options: Any) -> Iterator[Any]:
-    """Start vLLM with a method up to `FACTOR` times the trained length, and end it."""
+def _serve(path: str, method: str, trained: int, longest: int, **options: Any) -> Iterator[Any]:
+    """Start vLLM with a method that can reach `FACTOR` times the trained length, and end it."""
     from vllm import LLM
 
     theta = AutoConfig.from_pretrained(path).rope_parameters["rope_theta"]
@@ -131,12 +133,12 @@ def _serve(path: str, method: str, trained: int, **options: Any) -> Iterator[Any
         "factor": float(FACTOR),
         "original_max_position_embeddings": trained,
     }
-    overrides: dict[str, Any] = {"max_position_embeddings": trained, "rope_parameters": extended}
-    if method == PLAIN:
-        overrides = {"max_position_embeddings": FACTOR * trained}
-    server = LLM(
-        path, dtype="float32", max_model_len=FACTOR * trained, hf_overrides=overrides, **options
-    )
+    # vLLM multiplies it by the factor of methods that it does not know.
+    positions = trained if method == PLUGIN else FACTOR * trained
+    overrides: dict[str, Any] = {"max_position_embeddings": positions}
+    if method != PLAIN:
+        overrides["rope_parameters"] = extended
+    server = LLM(path, dtype="float32", max_model_len=longest, hf_overrides=overrides, **options)
     try:
         yield server
     finally:

@@ -19,7 +19,7 @@ from rope_patch.serving.vllm.rope_type import BASE_KEY, rope_type_for
 
 # The largest length of a method that follows every length, if the request names none.
 _DEFAULT_FACTOR = 4
-_PRESERVED_KEYS = ("partial_rotary_factor",)
+_PRESERVED_KEYS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 def plugin_refusal(target: Target) -> str | None:
@@ -31,8 +31,6 @@ def plugin_refusal(target: Target) -> str | None:
         return "latent attention has its attention factor in the softmax scale"
     if target.model_type == "gpt_oss":
         return "vLLM's gpt-oss builds its YaRN itself"
-    if any("mrope_section" in r.checkpoint_parameters for r in target.rotations.values()):
-        return "a token has several positions (M-RoPE)"
     if getattr(unwrap(method), "growth", None) == "exact":
         return "growth='exact' has another rotation for every length; leave it out"
     if isinstance(method, ContinuedScaling):

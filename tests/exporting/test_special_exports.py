@@ -283,18 +283,21 @@ def test_interleaved_pairs_refuse_per_pair_factors_or_take_the_plugin():
         assert parameters["rope_type"] == "linear"
 
 
-def test_mrope_exports_yarn_only():
+def test_mrope_exports_yarn_or_takes_the_plugin():
     config = Qwen2VLTextConfig(
         hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1
     )
     config.rope_parameters["mrope_section"] = [4, 6, 6]
     with torch.device("meta"):
         patched_model = Qwen2VLTextModel(config)
+    rope_patch.patch(patched_model, "linear", factor=4.0, kernels="hf")
+    with pytest.raises(ValueError, match="M-RoPE"):
+        rope_patch.export(patched_model, "sglang")
+    parameters = rope_patch.export(patched_model, "vllm").config["rope_parameters"]
+    assert parameters["rope_type"] == "rope_patch:linear"
+    assert parameters["mrope_section"] == [4, 6, 6]
+    rope_patch.patch(patched_model, "yarn", factor=4.0, kernels="hf")
     for engine in ("vllm", "sglang"):
-        rope_patch.patch(patched_model, "linear", factor=4.0, kernels="hf")
-        with pytest.raises(ValueError, match="M-RoPE"):
-            rope_patch.export(patched_model, engine)
-        rope_patch.patch(patched_model, "yarn", factor=4.0, kernels="hf")
         parameters = rope_patch.export(patched_model, engine).config["rope_parameters"]
         assert parameters["rope_type"] == "yarn"
         assert parameters["mrope_section"] == patched_model.config.rope_parameters["mrope_section"]

@@ -91,10 +91,11 @@ def watch_runner(runner: Any) -> None:
         result = load_model(*args, **keywords)
         model = runner.get_model()
         rotaries = find_stacked(model)
-        if supports_mrope(model):
+        if supports_mrope(model) and not all(rotary.request.sections for rotary in rotaries):
             raise Refused(
-                f"{type(model).__name__} gives a token several positions (M-RoPE), which the "
-                "plugin does not serve; use a static method in vLLM's own form"
+                f"{type(model).__name__} gives a token several positions (M-RoPE): expected "
+                "mrope_section in rope_parameters, got nothing; write it there as in the model's "
+                "config.json"
             )
         if not rotaries:
             raise Refused(

@@ -69,9 +69,6 @@ def _reasons(vllm_config: Any) -> list[str | None]:
         "server; use a static method in vLLM's own form"
         if model.use_mla
         else None,
-        "a token has several positions (M-RoPE); use a static method in vLLM's own form"
-        if model.uses_mrope
-        else None,
         "the model runs on transformers' own code (model_impl), past vLLM's rotary modules; leave "
         "model_impl out"
         if model.using_transformers_backend()

@@ -7,7 +7,7 @@ in any case.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rope_patch.geometry import Geometry
@@ -21,7 +21,10 @@ BASE_KEY = "base_inv_freq"
 
 _TRAINED_KEY = "original_max_position_embeddings"
 # Keys that belong to the model, whatever the method.
-_MODEL_KEYS = ("rope_theta", "partial_rotary_factor", "rope_dim", "type")
+_MODEL_KEYS = (
+    *("rope_theta", "partial_rotary_factor", "rope_dim", "type"),
+    *("mrope_section", "mrope_interleaved"),
+)
 _WITHOUT_FACTOR = ("default", "nope")
 
 # What `get_rope` and the model files of vLLM compare `rope_type` with.
@@ -43,12 +46,17 @@ class RopeRequest:
         theta: Rope base.
         trained_length: Tokens of pretraining.
         base: Radians per token of each pair that the method starts from; empty for theta's.
+        sections: Pairs that rotate by each of a token's several positions (M-RoPE); empty if a
+            token has one.
+        interleaved: Whether those pairs take turns, instead of standing in blocks.
     """
 
     method: Method
     theta: float
     trained_length: int
     base: tuple[float, ...] = ()
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
 
     def geometry(self, head_dim: int, rotary_dim: int) -> Geometry:
         """Return the rotation before the extension, for heads of a given size."""
@@ -120,6 +128,8 @@ def _read_request(name: str, given: dict[str, Any]) -> RopeRequest:
         theta=float(given["rope_theta"]),
         trained_length=int(given[_TRAINED_KEY]),
         base=tuple(float(number) for number in given.get(BASE_KEY, ())),
+        sections=tuple(given.get("mrope_section", ())),
+        interleaved=bool(given.get("mrope_interleaved", False)),
     )
 
 
@@ -154,6 +164,11 @@ def our_parameters(rope_parameters: Any) -> list[dict[str, Any]]:
 
 
 def describe(request: RopeRequest) -> str:
-    """Return a request in one line, for logs."""
-    options = {k: v for k, v in request.method.options().items() if k != "factor" and v is not None}
-    return one_line(f"{request.method}{f' {options}' if options else ''}", 160)
+    """Return a request in one line, for logs: the method, and options other than its defaults."""
+    method = request.method
+    options = {
+        each.name: getattr(method, each.name)
+        for each in fields(method)
+        if each.name != "factor" and getattr(method, each.name) != each.default
+    }
+    return one_line(f"{method}{f' {options}' if options else ''}", 160)

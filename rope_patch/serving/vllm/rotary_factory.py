@@ -60,15 +60,20 @@ def _extend(original: Callable[..., Any]) -> Callable[..., Any]:
                 "dual chunk attention rotates by chunks, and the plugin by requests: take "
                 "dual_chunk_attention_config out of the config"
             )
-        # What remains, mrope_positions_factor, is for several positions a token: refused earlier.
-        return _stacked_rotary(head_size, is_neox_style, rope_parameters, dtype)
+        # vLLM's default; it counts for several positions a token only.
+        rows_per_token = keywords.get("mrope_positions_factor", 4)
+        return _stacked_rotary(head_size, is_neox_style, rope_parameters, dtype, rows_per_token)
 
     vars(get_rope)["rope_patch_original"] = original
     return get_rope
 
 
 def _stacked_rotary(
-    head_size: int, is_neox_style: bool, parameters: dict[str, Any], dtype: Any
+    head_size: int,
+    is_neox_style: bool,
+    parameters: dict[str, Any],
+    dtype: Any,
+    rows_per_token: int,
 ) -> StackedRotary:
     """Return the module with the tables of all profiles, one for equal requests of an engine."""
     import torch
@@ -80,17 +85,21 @@ def _stacked_rotary(
     dtype = dtype or torch.get_default_dtype()
     share = parameters.get("partial_rotary_factor", 1.0)
     rotary_dim = parameters.get("rope_dim") or int(head_size * share)
-    key = (id(config), head_size, rotary_dim, is_neox_style, repr(parameters), dtype)
+    request = read_request(parameters)
+    rows_per_token = rows_per_token if request.sections else 1
+    heads = (head_size, rotary_dim, is_neox_style)
+    key = (id(config), *heads, repr(parameters), dtype, rows_per_token)
     rotary = _built.get(key)
     if rotary is None:
         rotary = StackedRotary(
-            read_request(parameters),
+            request,
             head_size=head_size,
             rotary_dim=rotary_dim,
             is_neox_style=is_neox_style,
             dtype=dtype,
             max_length=config.model_config.max_model_len,
             max_tokens=config.scheduler_config.max_num_batched_tokens,
+            rows_per_token=rows_per_token,
         )
         _built[key] = rotary
     return rotary

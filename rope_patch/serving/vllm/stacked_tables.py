@@ -1,8 +1,9 @@
 """Rotary module with one table of cos and sin for each profile, stacked, in place of vLLM's own.
 
-A token's row is its position plus the first row of its request's profile. The rows are read inside
-the module, so all else in the model sees true positions. Their buffer has a fixed address and is
-written in place before each forward, which CUDA graphs and compiled graphs require.
+A token's row is its position plus the first row of its request's profile; a token of several
+positions (M-RoPE) has as many rows. The rows are read inside the module, so all else in the model
+sees true positions. Their buffer has a fixed address and is written in place before each forward,
+which CUDA graphs and compiled graphs require.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from rope_patch.serving.vllm.profiles import Profile, ProfileLengths, make_profiles
 from rope_patch.serving.vllm.rope_type import RopeRequest, describe
@@ -40,6 +42,7 @@ class StackedRotary(nn.Module):
         dtype: torch.dtype,
         max_length: int,
         max_tokens: int,
+        rows_per_token: int = 1,
     ) -> None:
         """Compute the tables.
 
@@ -51,27 +54,21 @@ class StackedRotary(nn.Module):
             dtype: The model's dtype.
             max_length: The engine's max_model_len.
             max_tokens: Tokens of the largest forward.
+            rows_per_token: Rows for each token of a profile's longest request; videos have larger
+                positions in M-RoPE than they have tokens.
         """
         super().__init__()
         self.request = request
         self.profiles = make_profiles(request, head_size, rotary_dim, max_length)
         self.lengths = ProfileLengths(tuple(profile.longest for profile in self.profiles))
-        rows = sum(self.lengths.longest)
-        self.rotary = RotaryEmbedding(
-            head_size,
-            rotary_dim,
-            rows,
-            request.theta,
-            is_neox_style,
-            dtype,
-            init_cache=False,
-        )
+        self.rows_per_token = rows_per_token
+        self.rotary = _rotary_module(request, head_size, rotary_dim, is_neox_style, dtype)
+        rows = max_length * rows_per_token
         plain = RotaryEmbedding(
-            head_size, rotary_dim, max_length, request.theta, is_neox_style, torch.float32
+            head_size, rotary_dim, rows, request.theta, is_neox_style, torch.float32
         )
-        self.rotary.register_buffer(
-            "cos_sin_cache", _stack_tables(request, self.profiles, plain).to(dtype), False
-        )
+        table = _stack_tables(request, self.profiles, plain, rows_per_token).to(dtype)
+        self.rotary.register_buffer("cos_sin_cache", table, False)
         self.register_buffer("first_rows", torch.zeros(max_tokens, dtype=torch.int64), False)
         self._start_rows = self.lengths.start_rows()
         self.head_size, self.rotary_dim, self.is_neox_style = head_size, rotary_dim, is_neox_style
@@ -84,7 +81,7 @@ class StackedRotary(nn.Module):
 
     def first_row(self, length: int) -> int:
         """Return the first row of the table that serves a request of `length` tokens."""
-        return self._start_rows[self.lengths.index(length)]
+        return self._start_rows[self.lengths.index(length)] * self.rows_per_token
 
     @property
     def cos_sin_cache(self) -> NoReturn:
@@ -127,8 +124,32 @@ class StackedRotary(nn.Module):
         return table.nbytes
 
 
+def _rotary_module(
+    request: RopeRequest, head_size: int, rotary_dim: int, is_neox_style: bool, dtype: torch.dtype
+) -> nn.Module:
+    """Return vLLM's module for one position a token or several, whose table is still to come."""
+    if not request.sections:
+        return RotaryEmbedding(
+            head_size, rotary_dim, 1, request.theta, is_neox_style, dtype, init_cache=False
+        )
+    return MRotaryEmbedding(
+        head_size,
+        rotary_dim,
+        1,
+        request.theta,
+        is_neox_style,
+        dtype,
+        mrope_section=list(request.sections),
+        mrope_interleaved=request.interleaved,
+        positions_factor=1,
+    )
+
+
 def _stack_tables(
-    request: RopeRequest, profiles: list[Profile], plain: RotaryEmbedding
+    request: RopeRequest,
+    profiles: list[Profile],
+    plain: RotaryEmbedding,
+    rows_per_token: int,
 ) -> torch.Tensor:
     """Return the tables of all profiles, one after another, `[rows, R]` in float32.
 
@@ -137,23 +158,25 @@ def _stack_tables(
         profiles: The rotations, by ascending length.
         plain: vLLM's own module for the unscaled rotation, whose table has the bits of a plain
             server.
+        rows_per_token: Rows for each token of a profile's longest request.
     """
     plain_table = plain.cos_sin_cache
     tables = []
     for profile in profiles:
         is_plain = profile.is_unscaled and not request.base
-        table = plain_table[: profile.longest] if is_plain else _table(profile, plain_table.device)
+        rows = profile.longest * rows_per_token
+        table = plain_table[:rows] if is_plain else _table(profile, rows, plain_table.device)
         start = request.method.start_token_count
         if start and not is_plain:
-            table = torch.cat([plain_table[:start], table[start:]])[: profile.longest]
+            table = torch.cat([plain_table[:start], table[start:]])[:rows]
         tables.append(table)
     return torch.cat(tables)
 
 
-def _table(profile: Profile, device: torch.device) -> torch.Tensor:
+def _table(profile: Profile, rows: int, device: torch.device) -> torch.Tensor:
     """Return cos and sin of one profile in float32, as vLLM computes its own."""
     frequencies = profile.frequencies
     inv_freq = frequencies.inv_freq.to(device=device, dtype=torch.float32)
-    positions = torch.arange(profile.longest, dtype=torch.float32, device=device)
+    positions = torch.arange(rows, dtype=torch.float32, device=device)
     angles = torch.outer(positions, inv_freq)
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * frequencies.attention_factor

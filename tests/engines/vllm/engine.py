@@ -90,8 +90,10 @@ def generate(llm, prompts, parameters):
 class Reference:
     """A tiny model in transformers, patched by rope_patch for each request's length."""
 
+    kind = AutoModelForCausalLM
+
     def __init__(self, name="llama", method="dynamic-yarn", **options):
-        self.model = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32)
+        self.model = self.kind.from_pretrained(model_folder(name), dtype=torch.float32)
         self.method = method
         self.options = {**({"growth": "admission"} if method == "dynamic-yarn" else {}), **options}
 

