@@ -1,9 +1,12 @@
 """Test models whose tokens have several positions (M-RoPE), by prompts of text."""
 
+import math
+
 import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("torchvision")  # vLLM imports the image processor with the model
+import torch
 import transformers
 from engine import LONGEST, TRAINED, Reference, engine, generate, greedy, require_equal, text
 from helpers.vision_models import vision_model
@@ -11,7 +14,13 @@ from helpers.vision_models import vision_model
 pytestmark = pytest.mark.engines
 
 # vLLM's attention on CPUs takes heads of 32.
-SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512}
+SIZES = {
+    "hidden_size": 64,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
 REQUESTS = [(40, 6), (40, 300), (250, 6), (251, 6), (500, 6), (900, 100)]
 
@@ -29,9 +38,18 @@ def folder(tmp_path_factory):
 
 
 class VisionReference(Reference):
-    """The same in transformers."""
+    """The same in transformers, by static YaRN with the factor that a request grows to."""
 
     kind = transformers.Qwen2_5_VLForConditionalGeneration
+
+    def log_probabilities(self, prompt, output, max_tokens):
+        steps = math.ceil(4 * math.log2((len(prompt) + max_tokens) / TRAINED))
+        if steps > 0 and self.method is not None:
+            self.method, self.options = "yarn", {"factor": 2 ** (steps / 4)}
+            return super().log_probabilities(prompt, output, max_tokens)
+        ids = torch.tensor([[*prompt, *output]])
+        with torch.no_grad():
+            return self.model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
 
 
 def test_a_batch_of_mixed_lengths_has_the_numbers_of_transformers(folder):
