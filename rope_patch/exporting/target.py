@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch.exporting.rotation import LayerRotation
+from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching import Patch, current
@@ -62,6 +64,8 @@ class Target:
         start_token_count: Number of first positions that keep the unextended rotation, which no
             config expresses.
         position_map: The map of positions in attention, which no config expresses; None without.
+        method: The method, in its wrappers; None for a config with a scaling of its own.
+        geometries: The unextended rotation of each layer type that the method extends.
     """
 
     name: str
@@ -75,6 +79,8 @@ class Target:
     traits: RotaryTraits
     start_token_count: int = 0
     position_map: PositionMap | None = None
+    method: Method | None = None
+    geometries: Mapping[str | None, Geometry] = field(default_factory=dict)
 
     @classmethod
     def from_model(cls, model_or_config: Any) -> Target:
@@ -111,6 +117,7 @@ class Target:
             parameters=plan.rope_parameters(),
             frequencies=plan.frequencies(),
             rotaries=plan.rotaries,
+            geometries=plan.geometries,
             text_config=plan.config,
             length=plan.length or plan.trained_length,
             trained_length=plan.trained_length,
@@ -130,6 +137,7 @@ class Target:
             rotaries=[
                 RotaryTraits.of(model, rotary, handle.original_config) for rotary in rotaries
             ],
+            geometries=handle.geometries,
             text_config=handle.original_config,
             length=handle.length or handle.trained_length,
             trained_length=handle.trained_length,
@@ -145,6 +153,7 @@ class Target:
         parameters: dict[str, Any],
         frequencies: dict[str | None, Frequencies],
         rotaries: list[RotaryTraits],
+        geometries: Mapping[str | None, Geometry],
         text_config: Any,
         length: int,
         trained_length: int,
@@ -199,6 +208,8 @@ class Target:
             traits=rotaries[0],
             start_token_count=method.start_token_count,
             position_map=position_map,
+            method=method,
+            geometries=geometries,
         )
 
     @classmethod

@@ -16,10 +16,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rope_patch.exporting import vllm_plugin
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.rotation import LayerRotation
 from rope_patch.exporting.target import Target
 from rope_patch.rope_config import config_rope_type
+from rope_patch.utils.errors import Refused
 
 NAME = "vllm"
 _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
@@ -28,9 +30,22 @@ _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 def export(target: Target) -> Export:
     """Return arguments for `vllm serve`, equal to `hf_overrides` and `max_model_len` of its `LLM`.
 
+    What vLLM has no form for is said in the form of rope_patch's plugin, if the plugin can.
+
     Raises:
-        ValueError: vLLM has no form for the rotation.
+        ValueError: vLLM has no form for the rotation, and the plugin cannot add it.
     """
+    try:
+        return _native_export(target)
+    except Refused as refusal:
+        if target.method is None:
+            raise
+        if reason := vllm_plugin.plugin_refusal(target):
+            raise Refused(f"{refusal} (nor can rope_patch's plugin for vLLM: {reason})") from None
+        return vllm_plugin.export(target)
+
+
+def _native_export(target: Target) -> Export:
     config = overrides(target, target.length, target.length)
     return Export(
         engine=NAME,

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 
 import rope_patch
 from rope_patch.exporting import ENGINES
+from rope_patch.serving.vllm.rope_type import method_name, our_parameters
 
 OTHER_ENGINES = [engine for engine in ENGINES if not engine.startswith("transformers")]
 
@@ -96,21 +98,29 @@ def test_replaced_yarn_leaves_no_fields(method):
 
 
 class TestLengthDependent:
-    @pytest.mark.parametrize("engine", OTHER_ENGINES)
-    @pytest.mark.parametrize(
-        ("method", "options"),
-        [
-            ("dynamic", {}),
-            ("dynamic-yarn", {}),
-            ("mixed-ntk", {"factor": 4.0}),
-            ("longrope", {"factor": 4.0, "long_factor": [2.0] * 64}),
-        ],
-    )
+    METHODS: ClassVar = [
+        ("dynamic", {}),
+        ("dynamic-yarn", {}),
+        ("mixed-ntk", {"factor": 4.0}),
+        ("longrope", {"factor": 4.0, "long_factor": [2.0] * 64}),
+    ]
+
+    @pytest.mark.parametrize("engine", [engine for engine in OTHER_ENGINES if engine != "vllm"])
+    @pytest.mark.parametrize(("method", "options"), METHODS)
     def test_engines_with_one_rotation_refuse(self, engine, method, options):
         patched_model = make_checkpoint_model("Llama-2")
         rope_patch.patch(patched_model, method, kernels="hf", **options)
         with pytest.raises(ValueError, match=rf"{engine} cannot run {method}.*: .*yarn"):
             rope_patch.export(patched_model, engine)
+
+    @pytest.mark.parametrize(("method", "options"), METHODS)
+    def test_vllm_takes_the_plugin(self, method, options):
+        patched_model = make_checkpoint_model("Llama-2")
+        rope_patch.patch(patched_model, method, kernels="hf", **options)
+        export = rope_patch.export(patched_model, "vllm")
+        (parameters,) = our_parameters(export.config["rope_parameters"])
+        assert method_name(parameters["rope_type"]) == method
+        assert any("needs the plugin" in note for note in export.notes)
 
     @pytest.mark.parametrize("engine", ["transformers", "transformers4"])
     def test_transformers_exports_methods_with_a_config_form(self, engine):
@@ -260,30 +270,34 @@ class TestLatentAttention:
             rope_patch.export(patched_model, engine)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_interleaved_pairs_refuse_per_pair_factors(engine):
+def test_interleaved_pairs_refuse_per_pair_factors_or_take_the_plugin():
     patched_model = tiny_model("cohere")
     rope_patch.patch(patched_model, "ntk-by-parts-2023-06", factor=4.0)
     with pytest.raises(ValueError, match="rotates neighbours"):
-        rope_patch.export(patched_model, engine)
+        rope_patch.export(patched_model, "sglang")
+    rope_type = rope_patch.export(patched_model, "vllm").config["rope_parameters"]["rope_type"]
+    assert rope_type == "ntk-by-parts-2023-06"  # a name that only rope_patch's plugin reads
     rope_patch.patch(patched_model, "linear", factor=4.0)
-    assert (
-        rope_patch.export(patched_model, engine).config["rope_parameters"]["rope_type"] == "linear"
-    )
+    for engine in ("vllm", "sglang"):
+        parameters = rope_patch.export(patched_model, engine).config["rope_parameters"]
+        assert parameters["rope_type"] == "linear"
 
 
-def test_mrope_exports_yarn_only():
+def test_mrope_exports_yarn_or_takes_the_plugin():
     config = Qwen2VLTextConfig(
         hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1
     )
     config.rope_parameters["mrope_section"] = [4, 6, 6]
     with torch.device("meta"):
         patched_model = Qwen2VLTextModel(config)
+    rope_patch.patch(patched_model, "linear", factor=4.0, kernels="hf")
+    with pytest.raises(ValueError, match="M-RoPE"):
+        rope_patch.export(patched_model, "sglang")
+    parameters = rope_patch.export(patched_model, "vllm").config["rope_parameters"]
+    assert parameters["rope_type"] == "rope_patch:linear"
+    assert parameters["mrope_section"] == [4, 6, 6]
+    rope_patch.patch(patched_model, "yarn", factor=4.0, kernels="hf")
     for engine in ("vllm", "sglang"):
-        rope_patch.patch(patched_model, "linear", factor=4.0, kernels="hf")
-        with pytest.raises(ValueError, match="M-RoPE"):
-            rope_patch.export(patched_model, engine)
-        rope_patch.patch(patched_model, "yarn", factor=4.0, kernels="hf")
         parameters = rope_patch.export(patched_model, engine).config["rope_parameters"]
         assert parameters["rope_type"] == "yarn"
         assert parameters["mrope_section"] == patched_model.config.rope_parameters["mrope_section"]

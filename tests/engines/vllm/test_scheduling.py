@@ -1,0 +1,74 @@
+"""Test that a request keeps its rotation however vLLM schedules it."""
+
+import pytest
+
+pytest.importorskip("vllm")
+from engine import Reference, engine, generate, greedy, require_equal, rope_parameters, text
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.engines
+
+REQUESTS = [(200, 6), (300, 6), (450, 20), (700, 6), (1000, 6), (40, 900), (256, 40), (30, 6)]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return Reference("llama")
+
+
+def require_all_equal(llm, reference, seed=0):
+    """Run a batch of mixed lengths twice, the second time on cached prefixes."""
+    prompts = [text(length, seed) for length, _ in REQUESTS]
+    for prompt_logprobs in (0, None):
+        parameters = [greedy(new, prompt_logprobs=prompt_logprobs) for _, new in REQUESTS]
+        for output, (_, new) in zip(generate(llm, prompts, parameters), REQUESTS, strict=True):
+            require_equal(output, reference, new)
+
+
+def preemptions(llm):
+    """Return how often the engine took a request's memory away."""
+    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+def test_prompts_in_chunks(reference):
+    with engine(rope=rope_parameters("llama"), max_num_batched_tokens=128, max_num_seqs=4) as llm:
+        require_all_equal(llm, reference)
+
+
+def test_preempted_requests_resume_under_their_profile(reference):
+    options = {"num_gpu_blocks_override": 14, "block_size": 128}  # two of the long requests
+    with engine(rope=rope_parameters("llama"), enable_prefix_caching=False, **options) as llm:
+        prompts = [text(120 + 20 * i, seed=i) for i in range(8)]
+        parameters = [greedy(760 - 90 * i, prompt_logprobs=None) for i in range(8)]
+        outputs = generate(llm, prompts, parameters)
+        assert preemptions(llm) > 0
+        for output, each in zip(outputs, parameters, strict=True):
+            require_equal(output, reference, each.max_tokens)
+
+
+def test_parallel_samples_share_a_profile(reference):
+    parameters = SamplingParams(
+        n=4, temperature=1.0, seed=0, max_tokens=150, logprobs=0, ignore_eos=True
+    )
+    with engine(rope=rope_parameters("llama")) as llm:
+        for output in generate(llm, [text(200), text(300), text(100)], parameters):
+            assert len({tuple(sample.token_ids) for sample in output.outputs}) == 4
+            require_equal(output, reference, 150, is_greedy=False)
+
+
+def test_requests_without_max_tokens_count_for_the_longest_length(reference):
+    with engine(rope=rope_parameters("llama"), longest=512) as llm:
+        (output,) = generate(llm, [text(200)], greedy(None, prompt_logprobs=None))
+        assert len(output.outputs[0].token_ids) == 512 - 200
+        require_equal(output, reference, 512 - 200)
+
+
+def test_a_compiled_model_follows_the_batch(reference):
+    with engine(rope=rope_parameters("llama"), enforce_eager=False) as llm:
+        for seed in range(2):  # what the compiler saw first must not stay
+            require_all_equal(llm, reference, seed)
+
+
+def test_two_workers_share_a_model(reference):
+    with engine(rope=rope_parameters("llama"), tensor_parallel_size=2) as llm:
+        require_all_equal(llm, reference)

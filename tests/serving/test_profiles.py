@@ -1,0 +1,110 @@
+"""Test which rotation a request of vLLM gets for its length; needs no vLLM."""
+
+import math
+
+import pytest
+import torch
+
+import rope_patch
+from rope_patch.methods import build
+from rope_patch.serving.vllm.admission import admitted_length
+from rope_patch.serving.vllm.cache_salt import profile_salt
+from rope_patch.serving.vllm.profiles import ProfileLengths, make_profiles
+from rope_patch.serving.vllm.rope_type import read_request
+
+TRAINED, LONGEST = 64, 256
+STRETCH = [1 + 0.4 * pair for pair in range(8)]
+
+
+def lengths(name, longest=LONGEST, **options):
+    return ProfileLengths.of_method(build(name, **options), TRAINED, longest)
+
+
+def test_a_dynamic_method_has_a_profile_for_each_step_of_its_growth():
+    grid = [math.floor(TRAINED * 2 ** (step / 4)) for step in range(9)]
+    assert list(lengths("dynamic-yarn").longest) == grid
+
+
+def test_the_last_profile_ends_at_the_engines_longest_request():
+    assert lengths("dynamic-yarn", 200).longest == (64, 76, 90, 107, 128, 152, 181, 200)
+    assert lengths("dynamic-yarn", 50).longest == (50,)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "longest"),
+    [
+        ("yarn", {"factor": 4}, (LONGEST,)),
+        ("mixed-yarn", {"factor": 4}, (TRAINED, LONGEST)),
+        ("longrope", {"factor": 4, "long_factor": STRETCH}, (TRAINED, LONGEST)),
+        ("longrope", {"long_factor": STRETCH, "short_factor": STRETCH}, (LONGEST,)),
+    ],
+)
+def test_static_methods_have_one_profile_and_mixed_ones_two(name, options, longest):
+    assert lengths(name, **options).longest == longest
+
+
+def test_growth_with_every_token_has_too_many_profiles():
+    with pytest.raises(rope_patch.Refused, match="leave growth out"):
+        lengths("dynamic-yarn", growth="exact")
+
+
+def test_a_request_gets_the_smallest_profile_that_serves_it():
+    of = lengths("dynamic-yarn")
+    for length in range(1, LONGEST + 1):
+        index = of.index(length)
+        assert length <= of.longest[index]
+        assert index == 0 or length > of.longest[index - 1]
+    with pytest.raises(rope_patch.Refused, match="longer than the 256"):
+        of.index(LONGEST + 1)
+
+
+def test_tables_are_stacked_without_gap_or_overlap():
+    of = lengths("dynamic-yarn")
+    ends = [start + rows for start, rows in zip(of.start_rows(), of.longest, strict=True)]
+    assert of.start_rows() == (0, *ends[:-1])
+
+
+def test_layer_types_with_lengths_of_their_own_share_the_finer_division():
+    merged = ProfileLengths.merge([lengths("mixed-ntk", factor=4), lengths("dynamic-yarn", 100)])
+    assert merged.longest == (64, 76, 90, 100, 256)
+
+
+def test_profiles_have_the_frequencies_of_patch():
+    parameters = {
+        "rope_type": "dynamic-yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": TRAINED,
+        "beta_fast": 16.0,
+    }
+    for profile in make_profiles(read_request(parameters), 16, 16, LONGEST):
+        longest = build("dynamic-yarn").valid_until(profile.longest, TRAINED)
+        expected = rope_patch.frequencies(
+            "yarn",
+            head_dim=16,
+            theta=1e4,
+            trained_length=TRAINED,
+            factor=longest / TRAINED,
+            beta_fast=16.0,
+        )
+        torch.testing.assert_close(
+            profile.frequencies.inv_freq, expected.inv_freq, rtol=1e-12, atol=0
+        )
+        assert profile.frequencies.attention_factor == expected.attention_factor
+        assert profile.is_unscaled == (profile.longest == TRAINED)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "length"),
+    [(10, 5, 15), (10, None, 10), (10, 1000, 256), (256, 1, 256)],
+)
+def test_a_request_counts_for_its_prompt_and_all_that_may_follow(prompt, max_tokens, length):
+    assert admitted_length(prompt, max_tokens, LONGEST) == length
+
+
+def test_no_users_salt_can_name_the_blocks_of_another_profile():
+    users = [None, "a", "1:", "1:a", ":", "0:1:"]
+    salts = {(i, user or ""): profile_salt(i, user) for i in range(12) for user in users}
+    assert len(set(salts.values())) == len(salts)
+    assert profile_salt(0, None) == profile_salt(0, "")
+    assert all(salts.values())  # vLLM takes an empty salt for none

@@ -1,0 +1,81 @@
+"""Test how `rope_parameters` of a vLLM server are read; needs no vLLM."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rope_patch.methods import registered_methods
+from rope_patch.serving.vllm.rope_type import (
+    method_name,
+    our_parameters,
+    read_request,
+    rope_type_for,
+)
+from rope_patch.utils.errors import Refused
+
+PARAMETERS = {
+    "rope_type": "dynamic-yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("name", registered_methods())
+def test_every_method_has_a_rope_type_that_names_it(name):
+    assert method_name(rope_type_for(name)) == name
+
+
+@pytest.mark.parametrize("name", ["default", "yarn", "linear", "ntk", "dynamic", "llama3", "su"])
+def test_vllms_own_names_stay_vllms(name):
+    assert method_name(name) is None
+    assert method_name(f"rope_patch:{name}") == name
+
+
+@pytest.mark.parametrize("rope_type", [None, "no-such-type", 3])
+def test_what_nobody_knows_is_left_to_vllm(rope_type):
+    assert method_name(rope_type) is None
+
+
+def test_only_layer_types_that_name_a_method_are_ours():
+    windows = {"rope_type": "default", "rope_theta": 1e3}
+    nested = {"full_attention": PARAMETERS, "sliding_attention": windows}
+    assert our_parameters(nested) == our_parameters(PARAMETERS) == [PARAMETERS]
+    assert our_parameters(windows) == our_parameters(None) == our_parameters({}) == []
+
+
+def test_options_are_the_methods_and_null_is_their_default():
+    request = read_request(PARAMETERS | {"beta_fast": 16.0, "attention_factor": None})
+    assert (request.theta, request.trained_length) == (1e4, 64)
+    assert request.method.beta_fast == 16
+    assert request.method.attention_factor is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": None}, "expected rope_theta, got nothing"),
+        ({"original_max_position_embeddings": 0.5}, "whole number of tokens"),
+        ({"betafast": 16}, r"no option 'betafast' \(did you mean 'beta_fast'\?\)"),
+        ({"rope_type": "mixed-yarn", "factor": None}, "expected a factor"),
+        ({"rope_type": "mixed-yarn", "factor": 0.5}, "factor must be at least 1"),
+        ({"rope_type": "mixed-longrope"}, "needs the option 'long_factor'"),
+        ({"rope_type": "self-extend"}, "mapped positions"),
+        ({"rope_type": "rope_patch:yran"}, r"unknown method 'yran' \(did you mean 'yarn'\?\)"),
+        ({"temperature": "log-n"}, "acts on queries"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_reason(changes, message):
+    with pytest.raises(Refused, match=message) as error:
+        read_request(PARAMETERS | changes)
+    assert "rope_type" in str(error.value)
+
+
+def test_reading_and_importing_need_no_vllm():
+    code = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "import rope_patch, rope_patch.exporting, rope_patch.serving.vllm.plugin\n"
+        "import rope_patch.serving.vllm.requirements, rope_patch.serving.vllm.admission\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
