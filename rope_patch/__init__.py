@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rope_patch.recommending import recommend
     from rope_patch.searching import SearchResult, search
     from rope_patch.utils.errors import Refused
+    from rope_patch.verifying import Verification, verify
 
     __version__: str
 
@@ -43,6 +44,7 @@ __all__ = [
     "PatchedCheckpoint",
     "Refused",
     "SearchResult",
+    "Verification",
     "compare",
     "current",
     "diagnose",
@@ -65,6 +67,7 @@ __all__ = [
     "search",
     "unpatch",
     "unregister_rope_types",
+    "verify",
 ]
 
 # Names that are imported on first use (PEP 562), because their modules import torch and
@@ -80,6 +83,7 @@ _MODULES = {
     "PatchedCheckpoint": "pretrained.patched_checkpoint",
     "Refused": "utils.errors",
     "SearchResult": "searching",
+    "Verification": "verifying",
     "compare": "evaluation.entry_points",
     "current": "patching.active",
     "diagnose": "diagnosing",
@@ -99,6 +103,7 @@ _MODULES = {
     "search": "searching",
     "unpatch": "patching",
     "unregister_rope_types": "pretrained.transformers_registry",
+    "verify": "verifying",
 }
 _RENAMED = {  # old names, which go with the next version
     "Found": "SearchResult",

@@ -34,6 +34,7 @@ SMALLER = {
     "evaluation.md": {"factor=4, out=": 'lengths=[256], tasks=["rp_recall_ll"], factor=2, out='},
     "search.md": {"length=32768": "length=512", ', folder="out/search"': ", **QUICK"},
     "recommend.md": {"length=32768, budget=60": "length=512, budget=60, **QUICK"},
+    "verify.md": {},
 }
 QUICK = {
     "search.md": {"folder": "out/search", "budget": 2, "progress": False},

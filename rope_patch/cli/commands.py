@@ -28,6 +28,7 @@ from rope_patch.cli import (
     serve,
     tasks,
     verbosity,
+    verify,
 )
 from rope_patch.cli.interrupt import EXIT_CODE
 from rope_patch.cli.option_groups import with_plugins
@@ -166,6 +167,7 @@ app.command(cls=Command)(with_plugins(export.export))
 app.command(
     cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(serve.serve)
+app.command(cls=Command)(with_plugins(verify.verify))
 app.command(cls=Command)(with_plugins(bench.bench))
 app.command(cls=Command)(with_plugins(picture.picture))
 app.command(cls=Command)(lab.lab)

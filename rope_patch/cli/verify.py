@@ -1,0 +1,96 @@
+"""The command `verify`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from rope_patch.cli.option_groups import LayerOptions, LoadingOptions, expand_groups
+from rope_patch.cli.options import Factor, Json, Length, Option, Seed, parse_options
+
+logger = logging.getLogger("rope_patch")
+
+CANNOT_TELL = 2  # 1 means that the engine rotates otherwise, so no error may exit with it
+
+
+@expand_groups
+def verify(
+    *,
+    url: Annotated[
+        str,
+        typer.Argument(help="The engine's address, as http://HOST:PORT, or a folder or GGUF file."),
+    ],
+    against: Annotated[
+        str, typer.Option(help="What it serves: a model's folder, a name on the Hub, or `demo`.")
+    ],
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="How it should rotate; left out: as the model's config or rope_patch.json says."
+        ),
+    ] = None,
+    factor: Factor = None,
+    length: Length = None,
+    option: Option = None,
+    layers: LayerOptions,
+    engine: Annotated[
+        str, typer.Option(help="The engine's API: auto, openai, llama.cpp or sglang.")
+    ] = "auto",
+    served_model: Annotated[
+        str | None, typer.Option(help="The served model's name, where a server has several.")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of the longest prompt; a little more than the trained length unless "
+            "given, at most 4,096.",
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Time budget.")] = 600.0,
+    seed: Seed = 0,
+    loading: LoadingOptions,
+    as_json: Json = False,
+) -> None:
+    """Find out whether a running engine rotates as asked, from its log-probabilities.
+
+    Sends prompts of token ids, computes the same with transformers under every rotation that the
+    engine may have, and prints the one that explains its numbers: as asked, unscaled, without the
+    attention factor, with another theta, scaled twice, ... Exit code: 0 as asked, 1 another
+    rotation, 2 cannot tell (or an error).
+
+    \b
+    Examples:
+      rope-patch verify http://localhost:8000 --against Qwen/Qwen3-8B --method yarn --factor 4
+      rope-patch verify http://localhost:8080 --against ./my-model-32k --json
+    """
+    from rope_patch.verifying import verify as run
+
+    try:
+        verification = run(
+            url,
+            against=against,
+            method=method,
+            factor=factor,
+            length=length,
+            engine=engine,
+            served_model=served_model,
+            tokens=tokens,
+            seconds=seconds,
+            seed=seed,
+            **layers.arguments(),
+            **loading.arguments(),
+            **parse_options(option),
+        )
+    except (ValueError, TypeError, OSError) as error:
+        logger.debug("the error's traceback:", exc_info=True)
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(CANNOT_TELL) from None
+    if as_json:
+        print(json.dumps(verification.to_dict(), indent=1, allow_nan=False))
+    else:
+        print(verification)
+    raise typer.Exit(verification.exit_code)

@@ -1,0 +1,278 @@
+"""`verify`: compare a running engine with transformers under every hypothesis."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rope_patch.extension import Extension
+from rope_patch.patching.length_warning import silence_length_warnings
+from rope_patch.utils.progress import progress_bar
+from rope_patch.verifying.asked_rotation import AskedRotation
+from rope_patch.verifying.engine import CannotVerify, Engine, Observation
+from rope_patch.verifying.engine_detection import open_engine
+from rope_patch.verifying.evidence import Evidence
+from rope_patch.verifying.hypotheses import make_hypotheses
+from rope_patch.verifying.identity import measure_noise
+from rope_patch.verifying.probe_prompts import ProbePrompt, PromptMaker, make_prompt_maker
+from rope_patch.verifying.reference import Reference
+from rope_patch.verifying.request import VerifyRequest
+from rope_patch.verifying.subject import Subject, open_subject
+from rope_patch.verifying.verdict import Verdict, judge
+from rope_patch.verifying.verification import Verification
+
+logger = logging.getLogger("rope_patch")
+
+_WRITTEN = 64  # tokens that an engine writes across the trained length
+_SLOW_TOKENS = 24  # of a prompt, where each costs a request
+
+
+def verify(
+    model_or_url: Any,
+    *,
+    against: Any,
+    method: str | Extension | None = None,
+    factor: float | None = None,
+    length: int | None = None,
+    trained_length: int | None = None,
+    layer_types: list[str] | None = None,
+    start: str = "auto",
+    engine: str = "auto",
+    served_model: str | None = None,
+    tokens: int | None = None,
+    seconds: float = 600.0,
+    seed: int = 0,
+    progress: bool = True,
+    dtype: Any = "auto",
+    device_map: Any = None,
+    gguf_file: str | None = None,
+    **options: Any,
+) -> Verification:
+    """Find out whether a running engine rotates as asked, from its log-probabilities.
+
+    Prompts go to the engine and through transformers, once for each rotation that the engine may
+    have. The verdict names the rotation that explains the engine's numbers.
+
+    Args:
+        model_or_url: The engine's address, such as http://localhost:8000; a folder or a GGUF file;
+            or a live model.
+        against: What it serves: a folder, a name on the Hub, `demo`, or another live model. A live
+            model that is patched counts as asked for, and so does a folder that `save` wrote.
+        method: A name from `rope_patch.list_methods()`, or a whole request, an `Extension`. Left
+            out, the engine should rotate as `against` does.
+        factor: See `patch`.
+        length: See `patch`.
+        trained_length: See `patch`.
+        layer_types: See `patch`.
+        start: See `patch`.
+        engine: The engine's API: "auto" or one of `rope_patch.verifying.engine_detection.ENGINES`.
+        served_model: The served model's name, where a server has several.
+        tokens: Tokens of the longest prompt. A little more than the trained length unless given,
+            at most 4,096.
+        seconds: Time budget.
+        seed: Another seed makes other prompts.
+        progress: Show a progress bar.
+        dtype: Of the reference, as in transformers. float32 is best, whatever the engine has.
+        device_map: As in transformers.
+        gguf_file: The GGUF file within `against`.
+        **options: The method's options.
+
+    Returns:
+        The verdict: `.status` is "as-asked", "another" or "cannot-tell".
+
+    Raises:
+        ValueError: The engine cannot be reached, gives no log-probabilities, or serves another
+            model; or the request cannot be met.
+    """
+    began = time.monotonic()
+    request = VerifyRequest(tokens=tokens, seconds=seconds, seed=seed, progress=progress)
+    extension = None
+    if method is not None:
+        extension = Extension.of(
+            method,
+            factor=factor,
+            length=length,
+            trained_length=trained_length,
+            layer_types=layer_types,
+            start=start,
+            **options,
+        )
+    elif factor is not None or length is not None or options:
+        raise CannotVerify(
+            "factor, length and options belong to a method, expected one: name it, for example "
+            "method='yarn', or leave them out to ask for the checkpoint's own rotation"
+        )
+    loading = {"dtype": dtype, "device_map": device_map}
+    with _without_log_of_patches():
+        client = open_engine(model_or_url, engine, served_model, seconds, **loading)
+        with open_subject(
+            against, extension, model_or_url, gguf_file=gguf_file, **loading
+        ) as subject:
+            return _verify_engine(client, subject, request, began)
+
+
+def _verify_engine(
+    engine: Engine, subject: Subject, request: VerifyRequest, began: float
+) -> Verification:
+    asked = AskedRotation.of(subject.model, subject.extension)
+    maker = make_prompt_maker(asked.config, subject.tokenizer, request.seed)
+    return _Run(engine, Reference(subject.model, asked), maker, request, began).verification()
+
+
+@contextmanager
+def _without_log_of_patches() -> Iterator[None]:
+    """Leave the patches that hypotheses are made of out of the log, and their length warnings."""
+
+    def is_told(record: logging.LogRecord) -> bool:
+        return record.funcName != "patch_rotation"
+
+    logger.addFilter(is_told)
+    try:
+        with silence_length_warnings():
+            yield
+    finally:
+        logger.removeFilter(is_told)
+
+
+class _Run:
+    """One verification: rounds of prompts until the verdict is final or time is up."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        reference: Reference,
+        maker: PromptMaker,
+        request: VerifyRequest,
+        began: float,
+    ) -> None:
+        self.engine, self.reference, self.maker = engine, reference, maker
+        self.request, self.began = request, began
+        asked = reference.asked
+        self.longest = request.longest(asked.trained_length, asked.target_length, engine.max_length)
+        self.hypotheses = make_hypotheses(asked, self.longest)
+        self.untested = self._find_untested(asked)
+        self.evidence = Evidence()
+
+    def verification(self) -> Verification:
+        """Return the result."""
+        noise = measure_noise(self.engine, self.reference, self.maker)
+        written = self._written()
+        verdict = None
+        bar = progress_bar(
+            total=len(self.hypotheses) * len(self._first_round()),
+            desc=f"{len(self.hypotheses)} hypotheses",
+            disable=not self.request.progress,
+        )
+        with bar:
+            if written is not None:
+                self._add(written.prompt, bar, written)
+            for number in range(self.request.rounds):
+                started = time.monotonic()
+                for prompt in self._first_round() if verdict is None else self._next(verdict):
+                    if self._is_over():
+                        break
+                    self._add(prompt, bar)
+                verdict = judge(self.evidence, noise)
+                logger.debug("round %d: %s", number + 1, verdict)
+                took = time.monotonic() - started
+                if (verdict.is_final and number) or self._is_over(took):
+                    break
+                bar.total = bar.n + len(self.hypotheses) * len(self._next(verdict))
+        assert verdict is not None
+        return Verification(
+            engine=self.engine.name,
+            asked=self.reference.asked.name,
+            verdict=verdict,
+            hypotheses=tuple(self.hypotheses),
+            untested=self.untested,
+            prompts=len(self.evidence.kinds),
+            tokens=self.evidence.tokens,
+            longest=self.longest,
+            seconds=time.monotonic() - self.began,
+        )
+
+    def _find_untested(self, asked: AskedRotation) -> dict[str, str]:
+        if self.longest > asked.trained_length or asked.target_length <= asked.trained_length:
+            return {}
+        return {
+            "a table of cos and sin that ends at the trained length": (
+                f"prompts are shorter; --tokens {asked.trained_length * 5 // 4} tests it"
+            )
+        }
+
+    def _first_round(self) -> list[tuple[str, int]]:
+        short = max(2, min(self.longest, self.reference.asked.trained_length) // 2)
+        return [(kind, self.longest) for kind in self.maker.kinds] + [("near", short)]
+
+    def _next(self, verdict: Verdict) -> list[tuple[str, int]]:
+        """Return the prompts that tell the remaining hypotheses apart best, twice."""
+        open_names = [
+            name
+            for name in self.evidence.predicted
+            if name != verdict.closest and name not in verdict.ruled_out
+        ]
+        names = open_names or list(self.evidence.predicted)
+        kinds = self.maker.kinds
+        best = max(kinds, key=lambda kind: self.evidence.separation(kind, names, verdict.closest))
+        return [(best, self.longest), (best, self.longest)]
+
+    def _add(self, prompt: Any, bar: Any, observation: Observation | None = None) -> None:
+        """Read one prompt under every hypothesis, and ask the engine about it."""
+        if isinstance(prompt, tuple):
+            prompt = self.maker.make(*prompt)
+        predictions = {}
+        if observation is None and not self.engine.is_slow:
+            observation = self.engine.observe(prompt)  # first: a refusal costs no computation
+        for hypothesis in self.hypotheses:
+            predictions[hypothesis.name] = self.reference.log_probs(hypothesis, prompt)
+            bar.update()
+        if observation is None:
+            scored = _most_telling(predictions, prompt)
+            observation = self.engine.observe(replace(prompt, scored=scored))
+        index = {position: i for i, position in enumerate(prompt.scored)}
+        answered = [index[position] for position in observation.prompt.scored]
+        self.evidence.add(
+            observation, {name: values[answered] for name, values in predictions.items()}
+        )
+
+    def _written(self) -> Observation | None:
+        """Return what the engine writes as a text outgrows the trained length, if that matters."""
+        stale = next((each for each in self.hypotheses if each.keeps_stale_keys), None)
+        if stale is None:
+            return None
+        prefill = self.reference.asked.trained_length - _WRITTEN // 8
+        why = "prompts are shorter than the trained length"
+        if prefill + _WRITTEN <= self.longest:
+            ids = self.maker.make("near", prefill).ids
+            observation = self.engine.write(ids, _WRITTEN)
+            if observation is not None:
+                return observation
+            why = "the engine does not say which ids it writes"
+        self.hypotheses.remove(stale)
+        self.untested[stale.name] = why
+        return None
+
+    def _is_over(self, needed: float = 0.0) -> bool:
+        """Return whether the time budget is used up, after the first prompt at the earliest."""
+        spent = time.monotonic() - self.began + needed
+        return bool(self.evidence.kinds) and spent > self.request.seconds
+
+
+def _most_telling(predictions: dict[str, torch.Tensor], prompt: ProbePrompt) -> tuple[int, ...]:
+    """Return the scored tokens at which the hypotheses differ most from "as asked"."""
+    asked, *others = predictions.values()
+    share = max(1, _SLOW_TOKENS // max(1, len(others)))
+    chosen: dict[int, None] = {}
+    for depth in range(len(prompt.scored)):
+        for values in others:
+            order = (values - asked).abs().argsort(descending=True)
+            chosen.update(dict.fromkeys(order[depth : depth + share].tolist()))
+        if len(chosen) >= min(_SLOW_TOKENS, len(prompt.scored)) or not others:
+            break
+    return tuple(prompt.scored[i] for i in sorted(list(chosen)[:_SLOW_TOKENS]))

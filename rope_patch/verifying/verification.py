@@ -1,0 +1,113 @@
+"""Result of `verify`: the verdict and the numbers behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rope_patch.utils.notebook import text_html
+from rope_patch.verifying.hypothesis import Hypothesis
+from rope_patch.verifying.verdict import CANNOT_TELL, EXIT_CODES, ROTATES_AS_ASKED, Verdict
+
+_FEW = 12  # hypotheses in the text
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`; print it for the verdict and a table.
+
+    Attributes:
+        engine: The engine.
+        asked: The rotation asked for.
+        verdict: What the evidence says.
+        hypotheses: All hypotheses that were compared.
+        untested: Hypotheses that were not, and why.
+        prompts: Prompts, and `tokens` in them that were compared; the longest has `longest`.
+        tokens: See `prompts`.
+        longest: See `prompts`.
+        seconds: How long it took.
+    """
+
+    engine: str
+    asked: str
+    verdict: Verdict
+    hypotheses: tuple[Hypothesis, ...]
+    untested: dict[str, str]
+    prompts: int
+    tokens: int
+    longest: int
+    seconds: float
+
+    @property
+    def status(self) -> str:
+        """Return "as-asked", "another" or "cannot-tell"."""
+        return self.verdict.status
+
+    @property
+    def exit_code(self) -> int:
+        """Return the command's exit code: 0, 1 or 2, by `status`."""
+        return EXIT_CODES[self.status]
+
+    def __bool__(self) -> bool:
+        """Return whether the engine rotates as asked."""
+        return self.status == ROTATES_AS_ASKED
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "engine": self.engine,
+            "asked": self.asked,
+            **self.verdict.to_dict(),
+            "hypotheses": [each.to_dict() | self._numbers(each.name) for each in self.hypotheses],
+            "untested": self.untested,
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "longest_prompt": self.longest,
+            "seconds": round(self.seconds, 1),
+        }
+
+    def _numbers(self, name: str) -> dict[str, Any]:
+        rival = self.verdict.rivals[name]
+        return {
+            "nats_a_token": rival.distance,
+            "margin_nats": rival.margin,
+            "explains": name in self.verdict.explains,
+        }
+
+    def __str__(self) -> str:
+        verdict = self.verdict
+        lines = [f"{self.engine}: {self._headline()}"]
+        if verdict.runner_up is not None:
+            lines.append(
+                f"  margin: {verdict.margin:,.0f} nats over {verdict.runner_up}; noise floor: "
+                f"{verdict.rest:.2g} nats a token ({verdict.noise:.2g} without rotation)"
+            )
+        lines.append(
+            f"  {self.prompts} prompts of up to {self.longest:,} tokens, {self.tokens:,} tokens "
+            f"compared, {self.seconds:.0f} s"
+        )
+        rows = sorted(self.hypotheses, key=lambda each: verdict.rivals[each.name].distance)
+        lines.append("  nats a token from the engine, if it ...")
+        for each in rows[:_FEW]:
+            mark = "→" if each.name in verdict.explains else " "
+            lines.append(f"  {mark} {verdict.rivals[each.name].distance:8.4f}  {each.says}")
+        if len(rows) > _FEW:
+            lines.append(f"    and {len(rows) - _FEW} more, further away")
+        lines += [f"  not tested: {name}: {why}" for name, why in self.untested.items()]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        verdict = self.verdict
+        if self.status == CANNOT_TELL:
+            return f"cannot tell. {verdict.reason}"
+        says = {each.name: each.says for each in self.hypotheses}
+        if self.status == ROTATES_AS_ASKED:
+            return says[verdict.explains[0]]
+        found = "; or it ".join(says[name] for name in verdict.explains)
+        several = len(verdict.explains) > 1
+        return f"does not rotate as asked ({self.asked}): it {found}" + (
+            " (these cannot be told apart)" if several else ""
+        )
+
+    def _repr_html_(self) -> str:
+        return text_html(str(self))

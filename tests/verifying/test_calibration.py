@@ -1,0 +1,98 @@
+"""Test that no verdict is false: each known rotation in turn is an engine's, in three numerics.
+
+Where "cannot tell" is a fair answer, it counts as one. Engines rotate by transformers' own configs.
+"""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from helpers import wrong_engines
+from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, ODD_CONFIGS, YARN, configured
+
+import rope_patch
+from rope_patch.verifying.reference import Reference
+
+SEEDS = 20
+THETAS = (1e5, 1e6, 5e6, 1e7)
+NUMERICS = {
+    "float32": lambda model: model,
+    "bfloat16": lambda model: wrong_engines.cast(model, torch.bfloat16),
+    "8 bits": wrong_engines.round_to_8_bits,
+}
+
+
+def make_engines(name):
+    """Return functions that make engines, by what explains them; None for no hypothesis."""
+
+    def maker(*arguments):
+        return lambda: configured(name, *arguments)
+
+    engines = [(expected, maker(parameters)) for parameters, expected in CONFIGS.values()]
+    engines += [(f"theta-{theta:.0f}", maker({**YARN, "rope_theta": theta})) for theta in THETAS]
+    engines += [(None, maker(parameters)) for parameters in ODD_CONFIGS.values()]
+    if name == "gemma3":
+        engines.append(("all-layers", maker(YARN, {**YARN, "rope_theta": 1e3})))
+        return engines
+    engines.append(("scaled-twice", lambda: wrong_engines.scaled_twice(name)))
+    engines.append(("table-wraps", lambda: wrong_engines.short_table(name)))
+    engines.append(("table-clamps", lambda: wrong_engines.short_table(name, wraps=False)))
+    return engines
+
+
+@pytest.fixture
+def predictions(monkeypatch):
+    """Keep the reference's predictions, which are the same for every engine."""
+    kept, compute = {}, Reference.log_probs
+
+    def log_probs(self, hypothesis, prompt):
+        key = hypothesis.name, prompt
+        if key not in kept:
+            kept[key] = compute(self, hypothesis, prompt)
+        return kept[key]
+
+    monkeypatch.setattr(Reference, "log_probs", log_probs)
+
+
+def count_verdicts(name, numerics, engines, seeds):
+    """Return how many verdicts are right, open and false; print the false ones."""
+    counts = Counter()
+    made = [(expected, NUMERICS[numerics](make())) for expected, make in engines]
+    for seed, (expected, engine) in itertools.product(seeds, made):
+        found = rope_patch.verify(
+            engine,
+            against=ASSETS / f"tiny-{name}",
+            method="yarn",
+            factor=FACTOR,
+            seed=seed,
+            progress=False,
+        )
+        if found.status == "cannot-tell":
+            counts["open" if expected is not None else "rightly open"] += 1
+        elif expected in found.verdict.explains:
+            counts["right"] += 1
+        else:
+            counts["false"] += 1
+            print(f"false: seed {seed}, expected {expected}, got\n{found}")
+    return counts
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+def test_verdicts_in_other_numerics(predictions, numerics):
+    engines = make_engines("llama")
+    counts = count_verdicts("llama", numerics, engines, range(1))
+    assert counts["false"] == 0
+    assert counts["right"] >= 0.9 * (len(engines) - len(ODD_CONFIGS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_no_verdict_is_false_over_twenty_seeds(predictions, name, numerics):
+    engines = make_engines(name)
+    counts = count_verdicts(name, numerics, engines, range(SEEDS))
+    print(f"\n{name}, {numerics}: {dict(counts)}")
+    assert counts["false"] == 0
+    assert counts["right"] >= 0.9 * SEEDS * (len(engines) - len(ODD_CONFIGS))
