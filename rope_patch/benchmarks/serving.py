@@ -35,6 +35,7 @@ FACTOR = 4
 # Prompts of a batch in parts of the longest length; most requests of a mixed batch are short.
 _SHARES = (0.01, 0.01, 0.02, 0.02, 0.03, 0.05, 0.05, 0.08, 0.1, 0.12, 0.15, 0.2, 0.25, 0.35, 0.5)
 _NEW_TOKENS = 32
+_ANSWER_TOKENS = 32  # a number and the words around it
 
 app = typer.Typer(add_completion=False)
 Model = Annotated[str, typer.Argument(help="A folder, a name on the Hub, or `demo`.")]
@@ -225,7 +226,7 @@ def _answer(
     from vllm import SamplingParams
 
     prompts = [chat_template.render(tokenizer, row["input"], row["gen_prefix"]) for row in rows]
-    greedy = SamplingParams(temperature=0.0, max_tokens=config["generation_kwargs"]["max_gen_toks"])
+    greedy = SamplingParams(temperature=0.0, max_tokens=_ANSWER_TOKENS)
     scores = []
     for row, prompt in zip(rows, prompts, strict=True):  # one by one, so that a text is read once
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
