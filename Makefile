@@ -34,7 +34,7 @@ test-installed: $(VENV)/installed
 	$(BIN)/pytest -m installed tests/installed
 
 test-engines: $(ENGINES)/installed
-	$(ENGINES)/bin/pytest -m engines tests/engines
+	$(ENGINES)/bin/pytest -o norecursedirs=build -m engines tests/engines
 
 # Without extras first: some of them need newer versions of what the package itself needs.
 # PyPI's torch 2.6 brings 5 GB of CUDA along, so this is no part of .ci/run.
