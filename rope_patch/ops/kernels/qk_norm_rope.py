@@ -21,11 +21,8 @@ from rope_patch.ops.kernels.launcher import (
     strides,
     tile_sizes,
 )
-from rope_patch.ops.kernels.qk_norm_rope_kernels import (
-    backward_kernel,
-    forward_kernel,
-    sum_kernel,
-)
+from rope_patch.ops.kernels.qk_norm_rope_kernels import backward_kernel, forward_kernel
+from rope_patch.ops.kernels.weight_gradient_sum import sum_programs
 from rope_patch.ops.validation import validate_shapes
 
 # Programs of the backward pass: enough to fill a large GPU, and few enough that the partial weight
@@ -37,15 +34,10 @@ _PROGRAMS = 2048
 _PROGRAMS_ALL_HEADS = 512
 _WARPS_ALL_HEADS = 8
 
-# A program of the sum takes as many columns as 64 bytes hold, and 8 KB at once.
-_SUM_TILE = {"ROWS": 128, "COLUMNS": 16}
-_SUM_WARPS = 8
-
 # -- launches --------------------------------------------------------------------------------------
 
 _forward_launcher = Launcher(forward_kernel)
 _backward_launcher = Launcher(backward_kernel)
-_sum_launcher = Launcher(sum_kernel)
 
 
 def launch_forward(
@@ -155,25 +147,7 @@ def launch_backward(
         )
     if not weights:
         return q_out, k_out, None, None
-    return q_out, k_out, *_sum_weight_grads(partial_sums, q_weight, k_weight)
-
-
-def _sum_weight_grads(
-    partial_sums: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums over programs, in the shapes and dtypes of the weights."""
-    if not len(partial_sums):
-        return torch.zeros_like(q_weight), torch.zeros_like(k_weight)
-    sums = torch.empty_like(q_weight), torch.empty_like(k_weight)
-    sizes = (len(partial_sums), q_weight.numel(), k_weight.numel())
-    key = (*sizes, q_weight.dtype, k_weight.dtype, partial_sums.device)
-    _sum_launcher(key, (partial_sums, *sums), 0, _make_sum_spec, sizes)
-    return sums
-
-
-def _make_sum_spec(sizes: tuple[int, int, int]) -> LaunchSpec:
-    grid = (triton.cdiv(sizes[1] + sizes[2], _SUM_TILE["COLUMNS"]), 1, 1)
-    return LaunchSpec(grid, sizes, _SUM_TILE, _SUM_WARPS)
+    return q_out, k_out, *sum_programs(partial_sums, q_weight, k_weight)
 
 
 def _empty_rstd(x: torch.Tensor, heads_dim: int, norm_all_heads: bool) -> torch.Tensor:

@@ -174,8 +174,8 @@ def backward_kernel(
 ):  # fmt: skip
     """Compute all gradients: half of the programs take queries, half keys (grid: programs, 2).
 
-    `weight_grads` is `[programs, weights of q and then of k]`, for `sum_kernel` to sum; it is
-    written if WEIGHTS.
+    `weight_grads` is `[programs, weights of q and then of k]`, whose rows are to be summed; it
+    is written if WEIGHTS.
     """
     q_size = D * H if NORM_ALL_HEADS else D
     k_size = D * K if NORM_ALL_HEADS else D
@@ -199,23 +199,3 @@ def backward_kernel(
             D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS,
             RECOMPUTE_INPUT, WEIGHTS,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["programs"])
-def sum_kernel(
-    weight_grads, q_sum, k_sum, programs, q_size, k_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Sum the rows of `backward_kernel`, always in the same order (grid: groups of columns)."""
-    size = q_size + k_size
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, programs, ROWS):
-        row = start + tl.arange(0, ROWS)
-        valid = (row < programs)[:, None] & (column < size)[None, :]
-        at = weight_grads + row[:, None].to(tl.int64) * size + column[None, :]
-        total += tl.load(at, mask=valid, other=0.0)
-    sums = tl.sum(total, axis=0)
-    is_q = column < q_size
-    tl.store(q_sum + column, sums.to(q_sum.dtype.element_ty), mask=is_q)
-    is_k = (column >= q_size) & (column < size)
-    tl.store(k_sum + column - q_size, sums.to(k_sum.dtype.element_ty), mask=is_k)

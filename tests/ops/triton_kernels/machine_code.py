@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rope_patch.ops.kernels import qk_norm_rope, rope
+from rope_patch.ops.kernels import qk_norm_rope, rope, weight_gradient_sum
 
 H200 = GPUTarget("cuda", 90, 32)
 MI300 = GPUTarget("hip", "gfx942", 64)
@@ -136,11 +136,11 @@ def record_launch(
         "rope backwards": (rope, "_launcher"),
         "re-rotation": (rope, "_launcher"),
         "norm": (qk_norm_rope, "_forward_launcher"),
-        "sum of weights": (qk_norm_rope, "_sum_launcher"),
+        "sum of weights": (weight_gradient_sum, "_launcher"),
     }.get(kernel, (qk_norm_rope, "_backward_launcher"))
     launchers = {
         (owner, name): getattr(owner, name)
-        for owner in (rope, qk_norm_rope)
+        for owner in (rope, qk_norm_rope, weight_gradient_sum)
         for name in vars(owner)
         if name.endswith("_launcher")
     }

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from rope_patch.ops.kernels import launcher, qk_norm_rope, rope
+from rope_patch.ops.kernels import launcher, qk_norm_rope, rope, weight_gradient_sum
 
 DTYPE = torch.bfloat16
 
@@ -50,7 +50,7 @@ def launches(monkeypatch):
         ("rope", rope, "_launcher"),
         ("forward", qk_norm_rope, "_forward_launcher"),
         ("backward", qk_norm_rope, "_backward_launcher"),
-        ("sum", qk_norm_rope, "_sum_launcher"),
+        ("sum", weight_gradient_sum, "_launcher"),
     ):
         kernel = Kernel(getattr(module, attribute).kernel.fn)
         setattr(recorder, name, kernel)
