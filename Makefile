@@ -33,7 +33,7 @@ test-slow: $(VENV)/weights out/table-weights
 test-installed: $(VENV)/installed
 	$(BIN)/pytest -m installed tests/installed
 
-test-engines: $(ENGINES)/installed
+test-engines: $(ENGINES)/weights
 	$(ENGINES)/bin/pytest -o norecursedirs=build -m engines tests/engines
 
 # Without extras first: some of them need newer versions of what the package itself needs.
