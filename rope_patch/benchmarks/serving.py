@@ -105,7 +105,7 @@ def quality(
     trained = trained_length or AutoConfig.from_pretrained(path).max_position_embeddings
     length = length or trained * 3 // 2
     retrieval = "rp_niah_multikey_1"
-    asked = {name: _rows(short.config(name), samples=questions) for name in short.names()}
+    tests = {name: _rows(short.config(name), samples=questions) for name in short.names()}
     documents = _rows(
         tasks.config(retrieval),
         tokenizer=tokenizer,
@@ -118,14 +118,14 @@ def quality(
     results: dict[str, Any] = {}
     for method in (PLAIN, STATIC, PLUGIN):
         with _serve(path, method, trained, length) as server:
-            hits = {name: _choose(server, tokenizer, rows) for name, rows in asked.items()}
+            hits = {name: _choose(server, tokenizer, rows) for name, rows in tests.items()}
             answers = _answer(server, tokenizer, documents, tasks.config(retrieval))
         results[method] = {"short": hits, "long": answers}
-        in_all = accuracy([float(hit) for each in hits.values() for hit in each])
-        found = accuracy(answers, [row["text"] for row in documents])
+        choices = accuracy([float(hit) for each in hits.values() for hit in each])
+        retrievals = accuracy(answers, [row["text"] for row in documents])
         print(
-            f"{method}: short tasks {_as_text(in_all)}, retrieval at {length:,} tokens "
-            f"{_as_text(found)}",
+            f"{method}: short tasks {_as_text(choices)}, retrieval at {length:,} tokens "
+            f"{_as_text(retrievals)}",
             flush=True,
         )
         request = {"trained_length": trained, "length": length}

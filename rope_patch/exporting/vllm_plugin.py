@@ -95,12 +95,12 @@ def _overrides(target: Target, method: Method, length: int, trained_length: int)
         for layer_type, rotation in target.rotations.items()
     }
     for layer_type, geometry in target.geometries.items():
-        kept = {
+        own_fields = {
             key: all_parameters[layer_type][key]
             for key in _PRESERVED_KEYS
             if key in all_parameters[layer_type]
         }
-        all_parameters[layer_type] = kept | _rope_fields(method, geometry, length)
+        all_parameters[layer_type] = own_fields | _rope_fields(method, geometry, length)
     factor = min(p.get("factor", 1.0) for p in all_parameters.values() if "rope_type" in p)
     # vLLM takes max_position_embeddings times factor for the longest length, but for Gemma 3.
     is_multiplied = "gemma3" not in target.model_type and factor * trained_length >= length

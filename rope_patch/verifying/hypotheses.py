@@ -19,7 +19,7 @@ from rope_patch.verifying.hypothesis import AS_ASKED, CLAMPS, WRAPS, Hypothesis,
 
 # Bases that engines fall back to, and those of common checkpoints.
 _THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
-_Made = TypeVar("_Made")
+_T = TypeVar("_T")
 _METHODS: tuple[type[Method], ...] = (Linear, YaRN, NTK)
 _UNASKED_FACTORS = (2.0, 4.0)  # of scalings that nobody asked for
 
@@ -44,12 +44,12 @@ def make_hypotheses(asked: AskedRotation, longest: int) -> list[Hypothesis]:
         AS_ASKED, f"rotates as asked ({asked.name})", asked.asked, asked.extension
     )
     lengths = sorted({1, asked.trained_length, asked.trained_length + 1, asked.target_length})
-    kept = [as_asked]
+    hypotheses = [as_asked]
     for candidate in candidates:
-        rivals = kept[1:] if _acts_beyond_frequencies(asked) else kept
+        rivals = hypotheses[1:] if _acts_beyond_frequencies(asked) else hypotheses
         if not any(candidate.same_as(other, lengths) for other in rivals):
-            kept.append(candidate)
-    return kept
+            hypotheses.append(candidate)
+    return hypotheses
 
 
 def _acts_beyond_frequencies(asked: AskedRotation) -> bool:
@@ -243,7 +243,7 @@ def _lengths(asked: AskedRotation) -> list[Hypothesis]:
     return hypotheses
 
 
-def _if_possible(make: Callable[..., _Made], *arguments: Any) -> _Made | None:
+def _if_possible(make: Callable[..., _T], *arguments: Any) -> _T | None:
     """Return what a function makes; None where it refuses the values."""
     try:
         return make(*arguments)

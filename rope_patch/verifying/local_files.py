@@ -65,9 +65,9 @@ def _read_gguf(path: Path, loading: dict[str, Any]) -> Any:
     keys = {name: field.contents() for name, field in reader.fields.items() if ".rope." in name}
     rope = {name.partition(".rope.")[2]: value for name, value in keys.items()}
     tensors = {tensor.name.removesuffix(".weight") for tensor in reader.tensors}
-    if found := sorted(tensors & set(_STRETCH_TENSORS)):
+    if stretches := sorted(tensors & set(_STRETCH_TENSORS)):
         raise CannotVerify(
-            f"{path} stretches pair by pair with the tensor {found[0]}, expected keys alone: "
+            f"{path} stretches pair by pair with the tensor {stretches[0]}, expected keys alone: "
             "start llama-server with it, and verify the server's address"
         )
     kind = rope.get("scaling.type", "none")

@@ -130,8 +130,8 @@ def _prompt_log_probs(choice: dict[str, Any], ids: tuple[int, ...]) -> dict[int,
     entries = choice.get("prompt_logprobs")
     if not isinstance(entries, list) or len(entries) != len(ids):
         return None
-    found = {}
+    log_probs = {}
     for i, (entry, token) in enumerate(zip(entries, ids, strict=True)):
         if entry and str(token) in entry:
-            found[i] = float(entry[str(token)]["logprob"])
-    return found
+            log_probs[i] = float(entry[str(token)]["logprob"])
+    return log_probs

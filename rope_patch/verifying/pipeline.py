@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -265,14 +266,9 @@ class _Run:
 
 
 def _most_telling(predictions: dict[str, torch.Tensor], prompt: ProbePrompt) -> tuple[int, ...]:
-    """Return the scored tokens at which the hypotheses differ most from "as asked"."""
+    """Return the tokens at which the hypotheses, by turns, differ most from "as asked"."""
     asked, *others = predictions.values()
-    share = max(1, _SLOW_TOKENS // max(1, len(others)))
-    chosen: dict[int, None] = {}
-    for depth in range(len(prompt.scored)):
-        for values in others:
-            order = (values - asked).abs().argsort(descending=True)
-            chosen.update(dict.fromkeys(order[depth : depth + share].tolist()))
-        if len(chosen) >= min(_SLOW_TOKENS, len(prompt.scored)) or not others:
-            break
-    return tuple(prompt.scored[i] for i in sorted(list(chosen)[:_SLOW_TOKENS]))
+    orders = [(values - asked).abs().argsort(descending=True).tolist() for values in others]
+    by_turns = itertools.chain.from_iterable(zip(*orders, strict=True))
+    chosen = list(dict.fromkeys(by_turns))[:_SLOW_TOKENS]
+    return tuple(prompt.scored[i] for i in sorted(chosen))

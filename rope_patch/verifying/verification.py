@@ -103,9 +103,9 @@ class Verification:
         says = {each.name: each.says for each in self.hypotheses}
         if self.status == ROTATES_AS_ASKED:
             return says[verdict.explains[0]]
-        found = "; or it ".join(says[name] for name in verdict.explains)
+        deviation = "; or it ".join(says[name] for name in verdict.explains)
         several = len(verdict.explains) > 1
-        return f"does not rotate as asked ({self.asked}): it {found}" + (
+        return f"does not rotate as asked ({self.asked}): it {deviation}" + (
             " (these cannot be told apart)" if several else ""
         )
 
