@@ -2,6 +2,7 @@
 
 import pytest
 import servers
+from helpers.kept_predictions import kept_predictions
 from servers import LONGEST, TINY
 
 import rope_patch
@@ -42,6 +43,12 @@ CASES = {
         "linear-4",
     ),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def predictions():
+    with kept_predictions():
+        yield
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import servers
+from helpers.kept_predictions import kept_predictions
 from servers import LONGEST, TINY, YARN
 
 import rope_patch
@@ -39,6 +40,12 @@ CASES = {
     ),
     "twice the factor, bfloat16": ({**YARN, "factor": 8.0}, "bfloat16", "factor-8"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def predictions():
+    with kept_predictions():
+        yield
 
 
 @pytest.fixture(scope="module", params=CASES)
