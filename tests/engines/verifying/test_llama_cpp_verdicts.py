@@ -9,7 +9,7 @@ import rope_patch
 
 pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
-from tiny_gguf import write_gguf
+from helpers.tiny_gguf import write_gguf
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
