@@ -78,6 +78,16 @@ def test_prompts_fit_into_the_engine(model):
         found = verify(url)
     assert found
     assert found.longest == 299
+    assert not found.untested
+
+
+def test_what_prompts_are_too_short_for_is_said(model):
+    with EngineServer(model, max_model_len=200).running() as url:
+        found = verify(url)
+    assert found
+    (why,) = found.untested.values()
+    assert why == "the engine accepts 200 tokens"
+    assert "not tested: a table of cos and sin" in str(found)
 
 
 # -- errors ----------------------------------------------------------------------------------------
