@@ -201,9 +201,12 @@ class _Run:
     def _find_untested(self, asked: AskedRotation) -> dict[str, str]:
         if self.longest > asked.trained_length or asked.target_length <= asked.trained_length:
             return {}
+        limit, needed = self.engine.max_length, asked.trained_length * 5 // 4
         return {
             "a table of cos and sin that ends at the trained length": (
-                f"prompts are shorter; --tokens {asked.trained_length * 5 // 4} tests it"
+                f"prompts are shorter; --tokens {needed} tests it"
+                if limit is None or limit > needed
+                else f"the engine accepts {limit:,} tokens"
             )
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class PromptMaker:
         self.vocabulary = vocabulary
         self.text = text
         self._start = [] if first is None else [first]
-        self._random = random.Random(seed)
+        self._seed, self._made = seed, Counter[str]()
 
     @property
     def kinds(self) -> list[str]:
@@ -63,6 +64,9 @@ class PromptMaker:
                 beginning comes back at the end.
             length: Tokens.
         """
+        # Prompts of one kind are the same ones whatever other kinds were made before.
+        self._random = random.Random(f"{self._seed} {kind} {self._made[kind]}")
+        self._made[kind] += 1
         if kind == PAIR:  # the second token sees one key, and no rotation changes that
             return ProbePrompt(kind, tuple(self._draw(2)), (1,))
         if kind == "near":

@@ -83,8 +83,8 @@ class Verification:
                 f"{verdict.rest:.2g} nats a token ({verdict.noise:.2g} without rotation)"
             )
         lines.append(
-            f"  {self.prompts} prompts of up to {self.longest:,} tokens, {self.tokens:,} tokens "
-            f"compared, {self.seconds:.0f} s"
+            f"  prompts: {self.prompts} of up to {self.longest:,} tokens; {self.tokens:,} tokens "
+            f"compared in {self.seconds:.0f} s"
         )
         rows = sorted(self.hypotheses, key=lambda each: verdict.rivals[each.name].distance)
         lines.append("  nats a token from the engine, if it ...")

@@ -9,12 +9,47 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 from transformers import DynamicCache
+
+
+@contextlib.contextmanager
+def _running(handler):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def fixed_answer(status, body, seconds=0.0):
+    """Serve one answer to all requests, after some seconds; a context manager with the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            time.sleep(seconds)
+            with contextlib.suppress(BrokenPipeError):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    return _running(Handler)
 
 
 @dataclass
@@ -44,18 +79,9 @@ class EngineServer:
     def __post_init__(self) -> None:
         self.requests: list[str] = []
 
-    @contextlib.contextmanager
     def running(self):
-        """Serve in a thread; yield the address."""
-        server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        """Serve in a thread; return a context manager that yields the address."""
+        return _running(self._handler())
 
     def answer(self, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
         """Return status and JSON of a request."""

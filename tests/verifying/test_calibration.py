@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 import torch
 from helpers import wrong_engines
+from helpers.kept_predictions import kept_predictions
 from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, ODD_CONFIGS, YARN, configured
 
 import rope_patch
-from rope_patch.verifying.reference import Reference
 
 SEEDS = 20
 THETAS = (1e5, 1e6, 5e6, 1e7)
@@ -41,20 +41,6 @@ def make_engines(name):
     return engines
 
 
-@pytest.fixture
-def predictions(monkeypatch):
-    """Keep the reference's predictions, which are the same for every engine."""
-    kept, compute = {}, Reference.log_probs
-
-    def log_probs(self, hypothesis, prompt):
-        key = hypothesis.name, prompt
-        if key not in kept:
-            kept[key] = compute(self, hypothesis, prompt)
-        return kept[key]
-
-    monkeypatch.setattr(Reference, "log_probs", log_probs)
-
-
 def count_verdicts(name, numerics, engines, seeds):
     """Return how many verdicts are right, open and false; print the false ones."""
     counts = Counter()
@@ -78,21 +64,23 @@ def count_verdicts(name, numerics, engines, seeds):
     return counts
 
 
-@pytest.mark.parametrize("numerics", NUMERICS)
-def test_verdicts_in_other_numerics(predictions, numerics):
+def test_no_verdict_is_false():
     engines = make_engines("llama")
-    counts = count_verdicts("llama", numerics, engines, range(1))
-    assert counts["false"] == 0
-    assert counts["right"] >= 0.9 * (len(engines) - len(ODD_CONFIGS))
+    with kept_predictions():
+        for numerics in NUMERICS:
+            counts = count_verdicts("llama", numerics, engines, range(1))
+            assert counts["false"] == 0
+            assert counts["right"] >= 0.9 * (len(engines) - len(ODD_CONFIGS))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-def test_no_verdict_is_false_over_twenty_seeds(predictions, name, numerics):
+def test_no_verdict_is_false_over_twenty_seeds(name):
     engines = make_engines(name)
-    counts = count_verdicts(name, numerics, engines, range(SEEDS))
-    print(f"\n{name}, {numerics}: {dict(counts)}")
-    assert counts["false"] == 0
-    assert counts["right"] >= 0.9 * SEEDS * (len(engines) - len(ODD_CONFIGS))
+    with kept_predictions():
+        for numerics in NUMERICS:
+            counts = count_verdicts(name, numerics, engines, range(SEEDS))
+            print(f"{name}, {numerics}: {dict(counts)}", flush=True)
+            assert counts["false"] == 0
+            assert counts["right"] >= 0.9 * SEEDS * (len(engines) - len(ODD_CONFIGS))

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.engine_server import EngineServer
+from helpers.engine_server import EngineServer, fixed_answer
 from helpers.tiny_models import make_model
 from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, configured, plain
 
@@ -78,6 +78,16 @@ def test_prompts_fit_into_the_engine(model):
         found = verify(url)
     assert found
     assert found.longest == 299
+    assert not found.untested
+
+
+def test_what_prompts_are_too_short_for_is_said(model):
+    with EngineServer(model, max_model_len=200).running() as url:
+        found = verify(url)
+    assert found
+    (why,) = found.untested.values()
+    assert why == "the engine accepts 200 tokens"
+    assert "not tested: a table of cos and sin" in str(found)
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -110,6 +120,39 @@ def test_other_servers_without_log_probabilities(model, api):
         pytest.raises(CannotVerify, match="answers without"),
     ):
         verify(url)
+
+
+ANSWERS = {
+    "a page": (200, b"<html>hello</html>", "answered no JSON.*address of the server itself"),
+    "a refusal": (401, b'{"error": "Unauthorized"}', "answered 401: Unauthorized.*OPENAI_API_KEY"),
+    "a crash": (500, b"crashed", "answered 500: crashed.*expected a list of models"),
+    "a list": (200, b"[1, 2]", "serves no model, expected at least one"),
+    "words for numbers": (
+        200,
+        b'{"data": [{"id": "x"}], "choices": [{"logprobs": {"token_logprobs": [null, "a"]}}]}',
+        "answers in an unknown form.*--engine",
+    ),
+    "not a number": (
+        200,
+        b'{"data": [{"id": "x"}], "choices": [{"logprobs": {"token_logprobs": [null, NaN]}}]}',
+        "answers NaN for 1 of 1 tokens.*another dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_servers_that_are_no_engines(case):
+    status, body, message = ANSWERS[case]
+    with fixed_answer(status, body) as url, pytest.raises(CannotVerify, match=message):
+        verify(url)
+
+
+def test_server_that_is_busy():
+    with (
+        fixed_answer(200, b"{}", seconds=3) as url,
+        pytest.raises(CannotVerify, match=r"did not answer within 1 s.*--seconds"),
+    ):
+        verify(url, seconds=1)
 
 
 def test_other_model():

@@ -25,22 +25,22 @@ YARN = {
 
 
 @contextlib.contextmanager
-def vllm(parameters, log, *, dtype="float32", longest=LONGEST):
+def vllm(model, parameters, log, *, dtype="float32"):
     """Serve with vLLM; yield the address.
 
     Args:
+        model: The model's folder.
         parameters: The override of `rope_parameters`; None for none.
         log: Where the server's output goes.
         dtype: Of weights and computation.
-        longest: Tokens that the server accepts.
     """
     overrides = {"max_position_embeddings": LONGEST}
     if parameters is not None:
         overrides["rope_parameters"] = parameters
     port = _free_port()
     words = [
-        *("--model", str(TINY), "--port", str(port), "--dtype", dtype, "--enforce-eager"),
-        *("--skip-tokenizer-init", "--max-model-len", str(longest)),
+        *("--model", str(model), "--port", str(port), "--dtype", dtype, "--enforce-eager"),
+        *("--skip-tokenizer-init", "--max-model-len", str(LONGEST)),
         *("--hf-overrides", json.dumps(overrides)),
     ]
     environment = {

@@ -2,13 +2,14 @@
 
 import pytest
 import servers
+from helpers.kept_predictions import kept_predictions
 from servers import LONGEST, TINY
 
 import rope_patch
 
 pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
-from tiny_gguf import write_gguf
+from helpers.tiny_gguf import write_gguf
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -42,6 +43,12 @@ CASES = {
         "linear-4",
     ),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def predictions():
+    with kept_predictions():
+        yield
 
 
 @pytest.mark.parametrize("name", CASES)

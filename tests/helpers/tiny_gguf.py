@@ -31,6 +31,7 @@ def write_gguf(
     scaling: dict[str, Any] | None = None,
     attention_factor: float | None = None,
     quantized: bool = False,
+    stretches: torch.Tensor | None = None,
 ) -> None:
     """Write a folder's weights.
 
@@ -41,6 +42,7 @@ def write_gguf(
         scaling: Type, factor and original length of the file's scaling; None for none.
         attention_factor: What the file multiplies the engine's attention factor by.
         quantized: Whether matrices have 8 bits (Q8_0); else float32.
+        stretches: What each pair's wavelength is multiplied by; None to write none.
     """
     config = json.loads((folder / "config.json").read_text())
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -72,6 +74,8 @@ def write_gguf(
             kind = gguf.GGMLQuantizationType.Q8_0
             array = gguf.quantize(array, kind)
         writer.add_tensor(f"{new}.weight", array, raw_dtype=kind)
+    if stretches is not None:
+        writer.add_tensor("rope_freqs.weight", stretches.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

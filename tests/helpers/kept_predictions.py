@@ -1,0 +1,23 @@
+"""Keep the reference's predictions in tests that verify many engines against one model."""
+
+from contextlib import contextmanager
+
+from rope_patch.verifying.reference import Reference
+
+
+@contextmanager
+def kept_predictions():
+    """Compute each prediction once, for all verifications against one model."""
+    kept, compute = {}, Reference.log_probs
+
+    def log_probs(self, hypothesis, prompt):
+        key = hypothesis.name, prompt
+        if key not in kept:
+            kept[key] = compute(self, hypothesis, prompt)
+        return kept[key]
+
+    Reference.log_probs = log_probs
+    try:
+        yield
+    finally:
+        Reference.log_probs = compute

@@ -1,0 +1,70 @@
+"""Test that folders and GGUF files are verified as their own metadata rotates them."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, TRAINED, YARN, configured
+
+import rope_patch
+from rope_patch.verifying.engine import CannotVerify
+
+pytest.importorskip("gguf")
+from helpers.tiny_gguf import write_gguf
+
+TINY = ASSETS / "tiny-llama"
+LONGEST = round(FACTOR * TRAINED)
+MSCALE = 1.138629436  # 1 + 0.1 ln 4
+
+
+def verify(path):
+    return rope_patch.verify(path, against=TINY, method="yarn", factor=FACTOR, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("of_file", "expected"),
+    [
+        ({}, "unscaled"),
+        ({"scaling": YARN}, "as-asked"),
+        ({"scaling": YARN, "quantized": True}, "as-asked"),
+        ({"scaling": YARN, "attention_factor": 1 / MSCALE}, "no-attention-factor"),
+        ({"scaling": {"rope_type": "linear", "factor": FACTOR}}, "linear-4"),
+    ],
+)
+def test_gguf_file(tmp_path, of_file, expected):
+    write_gguf(TINY, tmp_path / "tiny.gguf", LONGEST, **of_file)
+    assert verify(tmp_path / "tiny.gguf").verdict.explains == (expected,)
+
+
+def test_gguf_file_with_stretches_is_refused(tmp_path):
+    write_gguf(TINY, tmp_path / "tiny.gguf", LONGEST, stretches=torch.ones(16))
+    with pytest.raises(CannotVerify, match=r"stretches pair by pair.*llama-server"):
+        verify(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize("case", ["as asked", "factor ignored"])
+def test_folder(tmp_path, case):
+    parameters, expected = CONFIGS[case]
+    configured("llama", parameters).save_pretrained(tmp_path)
+    assert verify(str(tmp_path)).verdict.explains == (expected,)
+
+
+def test_folder_that_save_wrote(tmp_path):
+    model = rope_patch.load(TINY, "dynamic-yarn")
+    rope_patch.save(model, tmp_path)
+    assert rope_patch.verify(tmp_path, against=TINY, method="dynamic-yarn", progress=False)
+
+
+def test_weights_that_mlx_quantised_are_refused(tmp_path):
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    config = json.loads((TINY / "config.json").read_text())
+    config["quantization"] = {"group_size": 64, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CannotVerify, match=r"4 bits by mlx-lm.*--dequantize"):
+        verify(tmp_path)
+
+
+def test_other_files_are_refused():
+    with pytest.raises(CannotVerify, match=r"is a file, expected a \.gguf file, a folder"):
+        verify(TINY / "config.json")
