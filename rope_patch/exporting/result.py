@@ -20,6 +20,7 @@ class Export:
         notes: Further instructions, one sentence each.
         tensors: Tensors that a converter reads beside the weights, by name; `write_folder` writes
             them.
+        needs_plugin: Whether the engine rotates so only with this package in its environment.
     """
 
     engine: str
@@ -27,10 +28,14 @@ class Export:
     arguments: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     tensors: dict[str, list[float]] = field(default_factory=dict)
+    needs_plugin: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
+        """Return plain data for JSON; `needs_plugin` only where it is true, as files of 0.1 are."""
+        plain = asdict(self)
+        if not self.needs_plugin:
+            del plain["needs_plugin"]
+        return plain
 
     def __str__(self) -> str:
         lines = [self.engine]

@@ -86,6 +86,7 @@ def export(target: Target) -> Export:
             "needs the plugin in vLLM's environment: pip install 'rope-patch[vllm]'",
             *notes,
         ],
+        needs_plugin=True,
     )
 
 

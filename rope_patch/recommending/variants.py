@@ -261,8 +261,8 @@ def _exporting_engines(model: Any) -> tuple[str, ...]:
     engines = []
     for engine in ENGINES:
         try:
-            export(model, engine)
+            if not export(model, engine).needs_plugin:
+                engines.append(engine)
         except Refused:
             continue
-        engines.append(engine)
     return tuple(engines)

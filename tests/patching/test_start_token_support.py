@@ -171,16 +171,24 @@ def test_sidecar_stores_start_tokens(family, short_factor, tmp_path):
 
 
 @pytest.mark.parametrize("short_factor", [SHORT_FACTOR, LONG_FACTOR])
-@pytest.mark.parametrize(
-    "engine", ["transformers", "transformers4", "vllm", "sglang", "llama.cpp", "mlx"]
-)
+@pytest.mark.parametrize("engine", ["transformers", "transformers4", "sglang", "llama.cpp", "mlx"])
 def test_exports_refuse_start_tokens(engine, short_factor):
     model = patched(make_model(), short_factor=short_factor)
     with pytest.raises(ValueError, match=r"positions below 5 .*\(start_tokens\).*leave start_tok"):
         rope_patch.export(model, engine)
     rope_patch.unpatch(model)
-    if engine in ("transformers", "vllm"):
+    if engine == "transformers":
         rope_patch.export(patched(model, 0, short_factor=LONG_FACTOR), engine)
+
+
+@pytest.mark.parametrize("short_factor", [SHORT_FACTOR, LONG_FACTOR])
+def test_vllm_needs_the_plugin_for_start_tokens(short_factor):
+    model = patched(make_model(), short_factor=short_factor)
+    export = rope_patch.export(model, "vllm")
+    assert export.needs_plugin
+    assert export.config["rope_parameters"]["start_tokens"] == 5
+    rope_patch.unpatch(model)
+    assert not rope_patch.export(patched(model, 0, short_factor=LONG_FACTOR), "vllm").needs_plugin
 
 
 def test_adapter_stores_its_start_tokens(tmp_path):

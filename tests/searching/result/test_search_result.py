@@ -89,6 +89,9 @@ def test_start_tokens_have_no_config(tmp_path):
     make_result(candidate=Candidate("mutation", "longrope", options)).save(tmp_path)
     assert not (tmp_path / "config.json").exists()
     exports = json.loads((tmp_path / "exports.json").read_text())
+    plugin = exports.pop("vllm")
+    assert plugin["needs_plugin"]
+    assert plugin["config"]["rope_parameters"]["start_tokens"] == 4
     assert all("start_tokens" in each["refused"] for each in exports.values())
 
 
