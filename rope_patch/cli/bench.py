@@ -71,7 +71,7 @@ def bench(
         str | None,
         typer.Option(
             help="Who, by commas, of hf, hf-compile, ours, ours-output, ours-tables, "
-            "ours-reference, liger, flash-attn, unsloth, fla; all if left out."
+            "ours-inplace, ours-reference, liger, flash-attn, unsloth, fla; all if left out."
         ),
     ] = None,
     rivals: Annotated[

@@ -68,6 +68,12 @@ def builtin_implementations() -> list[Implementation]:
         Implementation(
             name="ours-tables", title="rope_patch, cos and sin given", build=_ours_from_cos_sin
         ),
+        Implementation(
+            name="ours-inplace",
+            title="rope_patch, cos and sin given, in place",
+            build=_ours_in_place,
+            in_place=True,
+        ),
         Implementation(name="ours-reference", title="rope_patch, reference", build=_reference),
     ]
 
@@ -150,6 +156,37 @@ def _bind_op(problem: Problem, op: Callable[..., Any], **options: Any) -> Call:
 
     def call(q: torch.Tensor, k: torch.Tensor) -> Any:
         return op(q.transpose(1, 2), k.transpose(1, 2), *op_inputs, heads_dim=1, **options)
+
+    return call
+
+
+def _ours_in_place(problem: Problem) -> Call:
+    """Rotate over the input, as a model does at inference; its backward is that of ours-tables.
+
+    A single token is small, so that it is copied here and in a model.
+    """
+    from rope_patch.ops.cpu import rope_from_cos_sin
+
+    if problem.device.type != "cpu":
+        raise Unavailable("it is measured on a CPU only")
+    norms = _norms(problem, _modeling(problem))
+    cos, sin = problem.cos_sin
+
+    class Rotation(torch.autograd.Function):
+        """Overwrites leaves, which need no gradient at inference, but do in this benchmark."""
+
+        @staticmethod
+        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor) -> Any:
+            q, k = q.detach(), k.detach()
+            return rope_from_cos_sin(q, k, cos, sin, heads_dim=1, may_overwrite=True)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return rope_from_cos_sin(*grads, cos, -sin, heads_dim=1)
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> Any:
+        q, k = (norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))
+        return Rotation.apply(q, k)
 
     return call
 

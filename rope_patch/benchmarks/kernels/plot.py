@@ -16,7 +16,7 @@ from rope_patch.evaluation.report.picture import Picture, render_picture
 from rope_patch.utils.plot_style import PALETTE
 
 _PHASES = (FORWARD, BACKWARD)
-_MARKERS = "osD^vPX<>*"
+_MARKERS = "osD^vPX<>*h"
 _WIDE_WIDTH = 640  # pixels from which two panels are side by side
 _HIGH, _ABOVE, _BELOW, _LINE = 200, 40, 52, 21  # pixels; the last is a line of the legend
 

@@ -26,6 +26,7 @@ COLOURS = {
     "ours-output": "m5",
     "fla": "m6",
     "ours-tables": "m7",
+    "ours-inplace": "rest",
     "ours-reference": "control",
 }
 

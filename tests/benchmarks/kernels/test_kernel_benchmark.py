@@ -23,7 +23,7 @@ from rope_patch.benchmarks.kernels.shapes import (
 from rope_patch.benchmarks.kernels.workers import ImplementationRun
 
 pytestmark = pytest.mark.usefixtures("without_interpreter")
-NAMES = ("hf", "ours", "ours-output", "ours-tables", "liger")
+NAMES = ("hf", "ours", "ours-output", "ours-tables", "ours-inplace", "liger")
 
 
 def problem(shape="qwen3-8b", length=6, layout=VIEWS, **changes):
@@ -73,6 +73,14 @@ def build_in_place(case):
         return tuple(Greedy.apply(x) for x in rotated)
 
     return call
+
+
+def test_the_contender_in_place_overwrites_its_inputs():
+    case = problem("llama-3-8b", length=8)
+    sample = case.sample(0).clone()
+    rotated = builtin("ours-inplace").build(case)(sample.q, sample.k)
+    for x, out in zip((sample.q, sample.k), rotated, strict=True):
+        assert out.data_ptr() == x.data_ptr()
 
 
 @pytest.fixture(scope="module")
