@@ -169,7 +169,8 @@ def _edits(path: PurePosixPath, tree: ast.Module, namespace: str) -> Iterator[_E
         elif prefix := _dynamic_prefix(node):
             assert isinstance(node, ast.Call)
             name = _relative_name(path, prefix)
-            pattern = rf"(?s)\A(f.){re.escape(prefix)}(.*)\Z"
+            name = name if name.endswith(".") else f"{name}."
+            pattern = rf"(?s)\A(f.){re.escape(prefix)}\.(.*)\Z"
             yield _Edit(node.args[0], pattern, rf"\g<1>{name}\g<2>, package=__package__")
         elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{_ROOT}::"):
             yield _Edit(node, f"{_ROOT}::", f"{namespace}::")
