@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-import rope_patch
 from rope_patch.utils.errors import Refused
 
 _ROOT = "rope_patch"
-_FOLDER = Path(rope_patch.__file__).parent
+_FOLDER = Path(__file__).parents[2]
 
 # What the hub allows besides a package's own modules.
 _ALLOWED = frozenset(("torch", "triton")) | sys.stdlib_module_names
