@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.cli.interrupt import terminable
 from rope_patch.cli.options import (
     MODEL,
     Dtype,
@@ -18,7 +19,7 @@ from rope_patch.cli.options import (
     parse_names,
     split_commas,
 )
-from rope_patch.cli.runtime import command_line
+from rope_patch.cli.runtime import command_line, handle_interrupt
 
 # Options that only one of `bench`'s two forms takes.
 _MODEL_OPTIONS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]
@@ -163,28 +164,43 @@ def bench(
 
 
 def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
-    from rope_patch.benchmarks.kernels import benchmark
+    from rope_patch.benchmarks.kernels import benchmark, run_state
+    from rope_patch.benchmarks.kernels.implementations import user_inductor_cache
     from rope_patch.utils import atomic_files
 
     atomic_files.require_writable_folder(folder, "the report")
     settings = {name: value for name, value in request.items() if value is not None}
-    results = benchmark.bench(benchmark.KernelBenchRequest(**settings))
+    with handle_interrupt(), user_inductor_cache(), terminable():
+        try:
+            results = benchmark.bench(benchmark.KernelBenchRequest(**settings), folder)
+        except KeyboardInterrupt:
+            if results := run_state.read_results(folder):
+                _write_report(results, folder)
+            raise
+    # Print first, so that a full disk loses no measurement.
+    if as_json:
+        print(run_state.as_json(results), end="")
+    with atomic_files.add_write_advice("REMEDY, and the same command makes the page"):
+        report = _write_report(results, folder)
+    if report is not None and not as_json:
+        print(f"{report}\n\n{folder / 'bench.html'}")
+
+
+def _write_report(results: dict[str, Any], folder: Path) -> str | None:
+    """Write all files; return the report as text, None where packages of the page are missing."""
+    from rope_patch.benchmarks.kernels import run_state
+    from rope_patch.utils import atomic_files
+
     results["command"] = command_line()
     try:
         from rope_patch.benchmarks.kernels import report
     except ImportError as error:  # keep the numbers even if no page can be made
-        atomic_files.write_json(folder / "bench.json", results)
+        atomic_files.atomic_write(folder / run_state.FILE, run_state.as_json(results))
         print(
-            f"{folder / 'bench.json'}: no page, because {error.name} is not installed: pip install "
-            "'rope-patch[eval]'",
+            f"{folder / run_state.FILE}: no page, because {error.name} is not installed: pip "
+            "install 'rope-patch[eval]'",
             file=sys.stderr,
         )
-        if as_json:
-            print((folder / "bench.json").read_text(encoding="utf-8"), end="")
-        return
-    # Print first, so that a full disk loses no measurement.
-    print(report.as_json(results) if as_json else f"{report.as_text(results)}\n")
-    with atomic_files.add_write_advice("The results are printed above"):
-        page = report.write_all(results, folder)
-    if not as_json:
-        print(page)
+        return None
+    report.write_all(results, folder)
+    return report.as_text(results)
