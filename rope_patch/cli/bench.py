@@ -19,12 +19,13 @@ from rope_patch.cli.options import (
     parse_names,
     split_commas,
 )
-from rope_patch.cli.runtime import command_line, handle_interrupt
+from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
 
 # Options that only one of `bench`'s two forms takes.
 _MODEL_OPTIONS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]
 _MODEL_OPTIONS += ["random_weights"]
 _KERNEL_OPTIONS = ["shapes", "lengths", "batch", "contenders", "rivals", "model_steps"]
+_KERNEL_OPTIONS += ["plan", "page"]
 
 
 def bench(
@@ -71,8 +72,9 @@ def bench(
     contenders: Annotated[
         str | None,
         typer.Option(
-            help="Who, by commas, of hf, hf-compile, ours, ours-output, ours-tables, "
-            "ours-reference, liger, flash-attn, unsloth, fla; all if left out."
+            help="Which, by commas, of hf, hf-compile, ours, ours-output, ours-frozen, "
+            "ours-tables, ours-reference, liger, flash-attn, unsloth, fla; all if left out, but "
+            "on a GPU without ours-tables, ours-reference and fla."
         ),
     ] = None,
     rivals: Annotated[
@@ -87,10 +89,26 @@ def bench(
     model_steps: Annotated[
         bool, typer.Option(help="Measure steps of small random models, too.")
     ] = True,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Print the three commands that measure the kernels on a GPU, each shorter than "
+            "nine minutes and without a network; measure nothing.",
+        ),
+    ] = False,
+    page: Annotated[
+        bool,
+        typer.Option(
+            "--page",
+            help="Make the page of the results in --out, which another machine may have measured; "
+            "measure nothing.",
+        ),
+    ] = False,
     dtype: Dtype = "auto",
     repeats: Annotated[
         int | None,
-        typer.Option(help="How often everything timed is done; 5, or 20 for kernels on a GPU."),
+        typer.Option(help="How often everything timed is done; 5, or 10 for kernels on a GPU."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -110,6 +128,7 @@ def bench(
     Without a model: the rotation of queries and keys by transformers, torch.compile, the kernels
     of others and ours, forward and backward, beside a copy of as many bytes, each checked against
     float64; and whole steps of small models. Writes bench.html, bench.md, bench.json, bench.png.
+    bench.json is written after each part: a run that was ended continues with the same command.
 
     \b
     Examples:
@@ -123,6 +142,14 @@ def bench(
             option = "compile" if name == "compiled" else name.replace("_", "-")
             form = "needs a MODEL" if model is None else "is for kernels, without a MODEL"
             raise ValueError(f"--{option} {form}: `rope-patch bench --help` shows both forms")
+    if plan:
+        from rope_patch.benchmarks.kernels.plan import as_script
+
+        print(as_script())
+        return
+    if page:
+        _make_page(out or Path("out/bench"))
+        return
     if model is None:
         _bench_kernels(
             as_json,
@@ -161,6 +188,17 @@ def bench(
     if out is not None:
         with atomic_files.add_write_advice("The results are printed above"):
             atomic_files.write_json(out, results)
+
+
+def _make_page(folder: Path) -> None:
+    """Make the page of the results in a folder."""
+    from rope_patch.benchmarks.kernels.run_state import require_results
+
+    results = require_results(folder)
+    with requires_extra("the page needs", "eval"):
+        from rope_patch.benchmarks.kernels import report
+    report.write_all(results, folder)
+    print(folder / "bench.html")
 
 
 def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:

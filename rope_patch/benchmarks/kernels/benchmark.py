@@ -7,6 +7,7 @@ faster than that.
 from __future__ import annotations
 
 import gc
+import logging
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 
-from rope_patch.benchmarks.kernels import launch_count, model_steps, timing
+from rope_patch.benchmarks.kernels import estimate, launch_count, model_steps, timing
 from rope_patch.benchmarks.kernels.ground_truth import TOLERANCES
 from rope_patch.benchmarks.kernels.implementations import (
     Implementation,
@@ -31,7 +32,9 @@ from rope_patch.benchmarks.kernels.implementations import (
 from rope_patch.benchmarks.kernels.request import (
     BenchSettings,
     KernelBenchRequest,
+    case_of,
     choose_settings,
+    left_out,
 )
 from rope_patch.benchmarks.kernels.run_state import RunState, part_key
 from rope_patch.benchmarks.kernels.shapes import SHAPES, VIEWS, Problem, Shape, samples_needed
@@ -57,6 +60,8 @@ from rope_patch.ops.dispatch import is_interpreted, triton_unavailable_reason
 from rope_patch.utils import checksums, provenance
 from rope_patch.utils.progress import progress_bar
 from rope_patch.utils.versions import version
+
+logger = logging.getLogger("rope_patch")
 
 COPY, COPY_KERNEL = "copy", "copy-kernel"
 COPIES = (COPY, COPY_KERNEL)
@@ -104,6 +109,10 @@ def bench(request: KernelBenchRequest, folder: Path | None = None) -> dict[str, 
     state = RunState(
         folder, _header(settings, contenders, device), {part.key: part.kind for part in parts}
     )
+    if device.type == "cuda":
+        seconds = estimate.part_seconds(settings)
+        missing = {key: seconds[key] for key in seconds if not state.is_done(key)}
+        logger.info("%s", estimate.describe(missing, left_out(request)))
     with progress_bar(total=len(parts), desc="kernels", unit="part") as bar:
         for part in parts:
             bar.set_postfix_str(part.key, refresh=False)
@@ -133,7 +142,7 @@ def _parts(
         for problem in settings.problems(name, device):
             measure = partial(_measure_problem, problem, contenders, settings.repeats)
             yield _Part(
-                part_key("cases", _case(problem)), "cases", lambda measure=measure: [measure()]
+                part_key("cases", case_of(problem)), "cases", lambda measure=measure: [measure()]
             )
         yield _Part(
             part_key("kept", {"shape": name}),
@@ -197,7 +206,7 @@ def _measure_problem(
     """Return a problem's row for each implementation, or the reason why there are none."""
     count = 1 if is_interpreted() else samples_needed(problem, timing.cache_bytes(problem.device))
     # What forward reads and writes until it comes to the first sample again.
-    case = _case(problem) | {"working_set": count * moved_bytes(problem, FORWARD)}
+    case = case_of(problem) | {"working_set": count * moved_bytes(problem, FORWARD)}
     needed_bytes = (
         _SAMPLE_MULTIPLE * count + _WORKSPACE_MULTIPLE[problem.device.type]
     ) * problem.bytes
@@ -212,16 +221,6 @@ def _measure_problem(
         return {**case, "not_measured": describe_error(error), "rows": []}
     finally:
         _free_after_failure()
-
-
-def _case(problem: Problem) -> dict[str, Any]:
-    return {
-        "shape": problem.shape.name,
-        "batch": problem.batch,
-        "length": problem.length,
-        "layout": problem.layout,
-        "bytes": problem.bytes,
-    }
 
 
 def _measure_implementations(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,16 +13,19 @@ from rope_patch.benchmarks.kernels.ground_truth import TOLERANCES
 from rope_patch.benchmarks.kernels.implementations import Implementation
 from rope_patch.benchmarks.kernels.shapes import BHSD, PACKED, SHAPES, VIEWS, Problem
 
-_LENGTHS = {"cuda": (1, 128, 1024, 8192, 32768, 131072), "cpu": (1, 128, 1024)}
+_LENGTHS = {"cuda": (1, 1024, 8192, 131072), "cpu": (1, 128, 1024)}
 _DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
-_REPEATS = {"cuda": 20, "cpu": 5}
+_REPEATS = {"cuda": 10, "cpu": 5}
 _BATCHES = (1,)
 _LAYOUTS_MAX_LENGTH = 8192  # tokens; the layouts are compared at the longest length up to there
 
 # Contenders that a GPU measures only if they are named: what no GPU rotates by, and what tunes
 # itself for longer than all others are measured.
 _LEFT_OUT = {"cuda": ("ours-tables", "ours-reference", "fla"), "cpu": ()}
-_OTHER_BATCHES = {"cuda": (1, 4), "cpu": (1,)}  # named where the default leaves them out
+
+# Sizes that a run names where the default leaves them out.
+ALL_LENGTHS = (1, 128, 1024, 8192, 32768, 131072)
+_ALL_BATCHES = (1, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +118,26 @@ def choose_settings(
     )
 
 
-def left_out(request: KernelBenchRequest, device_type: str) -> list[str]:
-    """Return what the defaults leave out, as the options that add it."""
+def case_of(problem: Problem) -> dict[str, Any]:
+    """Return the entries of a case's results that say which problem it is."""
+    return {
+        "shape": problem.shape.name,
+        "batch": problem.batch,
+        "length": problem.length,
+        "layout": problem.layout,
+        "bytes": problem.bytes,
+    }
+
+
+def left_out(request: KernelBenchRequest) -> list[str]:
+    """Return what the defaults leave out on a GPU, as the options that add it."""
     options = []
-    if request.batches is None and _OTHER_BATCHES[device_type] != _BATCHES:
-        options.append(f"--batch {','.join(map(str, _OTHER_BATCHES[device_type]))}")
-    if request.contenders is None and _LEFT_OUT[device_type]:
-        options.append(f"--contenders {','.join(_LEFT_OUT[device_type])}")
+    if request.lengths is None:
+        options.append(f"--lengths {','.join(map(str, ALL_LENGTHS))}")
+    if request.batches is None:
+        options.append(f"--batch {','.join(map(str, _ALL_BATCHES))}")
+    if request.contenders is None:
+        options.append(f"--contenders {','.join(_LEFT_OUT['cuda'])}")
     return options
 
 

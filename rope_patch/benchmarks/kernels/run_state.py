@@ -112,6 +112,23 @@ def read_results(folder: Path) -> dict[str, Any] | None:
     return _revive(stored)
 
 
+def require_results(folder: Path) -> dict[str, Any]:
+    """Return the results in a folder.
+
+    Raises:
+        ValueError: There are none of this version.
+    """
+    results = read_results(folder)
+    if results is None:
+        raise ValueError(f"expected results in {folder / FILE}, got none: run the bench with --out")
+    if "identity" not in results:
+        raise ValueError(
+            f"{folder / FILE} was written by another version: expected results of this one; run "
+            "the bench again"
+        )
+    return results
+
+
 def _require_same(path: Path, stored: Any, wanted: dict[str, Any]) -> None:
     """Raise ValueError unless a stored run may go on with these options on this machine."""
     remedy = "continue with the same, give another --out, or remove the file to start again"

@@ -126,7 +126,8 @@ def test_implementations_report_small_errors(results):
         for row in case["rows"]:
             if row["contender"] != "copy" and "not_measured" not in row:
                 weights = {"dw"} if case["shape"] == "qwen3-8b" else set()
-                assert set(row["errors"]) == {"q", "k", "dq", "dk"} | weights
+                gradients = {"dq", "dk"} | weights if case["length"] > 1 else set()
+                assert set(row["errors"]) == {"q", "k"} | gradients
                 assert max(row["errors"].values()) < 1e-6
                 assert row["wrong"] is False
 
@@ -373,7 +374,8 @@ def test_one_compilation_serves_all_lengths(shape, monkeypatch):
         case = problem(shape, length=length, layout=layout)
         worker = ImplementationRun(builtin("hf-compile"), case, [case.sample(n) for n in range(2)])
         assert max(worker.relative_errors().values()) < 1e-5
-        worker.prepare("forward", 1)()
+        if length > 1:  # a single token is timed without gradients
+            worker.prepare("forward", 1)()
         counts.append(len(graphs))
     implementations._compiled_for.cache_clear()
     assert counts == [1, 1, 1, 2, 3]

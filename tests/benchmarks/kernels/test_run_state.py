@@ -1,12 +1,17 @@
 """Test that a killed run of the kernel benchmark continues, and only with the same options."""
 
 import json
+import signal
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from rope_patch.benchmarks.kernels import benchmark, report
 from rope_patch.benchmarks.kernels.benchmark import KernelBenchRequest, bench
 from rope_patch.benchmarks.kernels.run_state import as_json, read_results
+from rope_patch.cli import app
+from rope_patch.cli import bench as benchmarking
 
 pytestmark = pytest.mark.usefixtures("without_interpreter")
 SETTINGS = {
@@ -143,3 +148,34 @@ def test_results_with_nan_continue(tmp_path):
     stored = read_results(tmp_path)
     assert stored["errors"][1] == float("inf")
     assert stored["errors"][0] != stored["errors"][0]
+
+
+def test_page_is_made_of_another_machines_results(killed, monkeypatch):
+    monkeypatch.setattr(benchmark, "bench", None)
+    result = CliRunner().invoke(app, ["bench", "--page", "--out", str(killed)])
+    assert result.exit_code == 0
+    assert "3 of 5 parts are missing" in (killed / "bench.html").read_text()
+
+
+def test_page_needs_results(tmp_path):
+    error = CliRunner().invoke(app, ["bench", "--page", "--out", str(tmp_path)]).exception
+    assert f"expected results in {tmp_path / 'bench.json'}, got none" in str(error)
+
+
+def test_sigterm_writes_the_page_and_says_how_to_continue(tmp_path, monkeypatch, capsys):
+    """As `timeout` ends a run."""
+    measure = benchmark._measure_problem
+
+    def end(problem, *arguments):
+        if problem.layout == "packed":
+            signal.raise_signal(signal.SIGTERM)
+        return measure(problem, *arguments)
+
+    monkeypatch.setattr(benchmark, "_measure_problem", end)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(typer.Exit) as stopped:
+        benchmarking._bench_kernels(False, tmp_path, **SETTINGS)
+    assert stopped.value.exit_code == 130
+    assert "the same command continues from here" in capsys.readouterr().err
+    assert "3 of 5 parts are missing" in (tmp_path / "bench.html").read_text()
+    assert signal.getsignal(signal.SIGTERM) is before
