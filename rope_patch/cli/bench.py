@@ -212,8 +212,8 @@ def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
         try:
             results = benchmark.bench(benchmark.KernelBenchRequest(**settings), folder)
         except KeyboardInterrupt:
-            if results := run_state.read_results(folder):
-                _write_report(results, folder)
+            if part_of_results := run_state.read_results(folder):
+                _write_report(part_of_results, folder)
             raise
     # Print first, so that a full disk loses no measurement.
     if as_json:

@@ -180,8 +180,8 @@ def rope(
 
 
 def _copy_inplace(
-    q: torch.Tensor, k: torch.Tensor | None, rotated_q: torch.Tensor, rotated_k: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q: torch.Tensor, k: Any, rotated_q: torch.Tensor, rotated_k: torch.Tensor | None
+) -> tuple[torch.Tensor, Any]:
     if rotated_q is not q:
         q.copy_(rotated_q)
     if k is not None and rotated_k is not None and rotated_k is not k:
