@@ -29,7 +29,7 @@ PRINTED = {
     "Llama 3, llama3": "fields",
     "Llama 3, per-pair factors": "fields",
     "Phi-3 of one set": "both",
-    "Phi-3, yarn": "both",
+    "Phi-3, yarn": "fields",
     "Gemma 3, linear in its config": "both",
     "Gemma 3, yarn": "both",
     "gpt-oss, truncated yarn": "fields",
