@@ -159,10 +159,11 @@ def rope(
         if inplace:
             return plain_torch.copy_inplace(q, k, outputs[0], outputs[1])
         return outputs[0], outputs[1]
+    shape = q.shape  # each look at a shape takes a tenth of a microsecond
     checked = (
-        ROPE, q.device, q.dtype, q.shape[-1], q.shape[heads_dim], q.stride()[-1],
-        packed_freqs.shape[-1], interleaved, heads_dim, sections is None,
-        None if k is None else (k.dtype, k.shape[heads_dim]), inplace, needs_grad,
+        ROPE, q.device, q.dtype, shape[-1], shape[heads_dim], None if k is None else k.dtype,
+        0 if k is None else k.size(heads_dim), packed_freqs.size(-1), interleaved, heads_dim,
+        sections is None, inplace, needs_grad,
     )  # fmt: skip
     if checked not in self_check.passed:
         validate_shapes(q, k, positions, packed_freqs, sections, heads_dim)
@@ -258,10 +259,11 @@ def qk_norm_rope(
             q_weight, k_weight, packed_freqs, offset=offset, interleaved=interleaved
         )
     )
+    shape = q.shape
     checked = (
-        QK_NORM_ROPE, q.device, q.dtype, q.shape[-1], q.shape[heads_dim], q.stride()[-1], k.dtype,
-        k.shape[heads_dim], packed_freqs.shape[-1], interleaved, heads_dim, sections is None,
-        q_weight.dtype, q_weight.ndim, offset, inplace, needs_grad, trains_weights, recompute_input,
+        QK_NORM_ROPE, q.device, q.dtype, shape[-1], shape[heads_dim], k.dtype, k.size(heads_dim),
+        packed_freqs.size(-1), interleaved, heads_dim, sections is None, q_weight.dtype,
+        q_weight.ndim, offset, inplace, needs_grad, trains_weights, recompute_input,
     )  # fmt: skip
     if checked not in self_check.passed:
         validate_shapes(q, k, positions, packed_freqs, sections, heads_dim, q_weight, k_weight)
@@ -333,9 +335,9 @@ def _can_rerotate(
     """Return whether the kernel passed its check for keys like these."""
     if torch.compiler.is_compiling():
         return self_check.may_trace(REROTATE, keys.device, keys.dtype, kernels)
+    shape = keys.shape
     checked = (
-        REROTATE, keys.device, keys.dtype, keys.shape[-1], keys.shape[1], keys.stride()[-1],
-        packed_freqs.shape[-1], interleaved,
+        REROTATE, keys.device, keys.dtype, shape[-1], shape[1], packed_freqs.size(-1), interleaved,
     )  # fmt: skip
     if checked in self_check.passed:
         return True
