@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("mlx_lm")
+pytest.importorskip("gguf")
 from export_servers import mlx_lm
 from tiny_checkpoints import CASES, LEAST_MARGIN, export_error, print_export
 

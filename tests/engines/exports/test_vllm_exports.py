@@ -3,6 +3,7 @@
 import pytest
 
 pytest.importorskip("vllm")
+pytest.importorskip("gguf")
 from export_servers import vllm
 from tiny_checkpoints import CASES, LEAST_MARGIN, print_export
 
