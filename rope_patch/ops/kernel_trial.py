@@ -159,10 +159,12 @@ def _run_rope(variant: KernelVariant, problem: _Problem) -> dict[str, torch.Tens
     from rope_patch.ops.kernels import rope
 
     rest = (*problem.angles_on_device(), variant.interleaved, variant.heads_dim)
-    outputs = rope.launch(*problem.heads_on_device(), *rest, False, variant.inplace)
+    inputs: Any = (*problem.heads_on_device(), *rest, False, variant.inplace)
+    outputs = rope.launch(*inputs)
     results = {"q": outputs[0], "k": outputs[1]}
     if variant.needs_grad:
-        grads = rope.launch(*problem.grads_on_device(), *rest, True)
+        inputs = (*problem.grads_on_device(), *rest, True)
+        grads = rope.launch(*inputs)
         results |= {"gradient of q": grads[0], "gradient of k": grads[1]}
     return {name: x for name, x in results.items() if x is not None}
 
@@ -177,8 +179,8 @@ def _run_qk_norm_rope(variant: KernelVariant, problem: _Problem) -> dict[str, to
         variant.interleaved, variant.heads_dim,
     )  # fmt: skip
     if not variant.needs_grad:
-        outputs = qk_norm_rope.launch_forward(*inputs, False, variant.inplace)
-        return dict(zip(("q", "k"), outputs, strict=False))
+        inputs += (False, variant.inplace)
+        return dict(zip(("q", "k"), qk_norm_rope.launch_forward(*inputs), strict=False))
     for x in inputs[: 4 if variant.trains_weights else 2]:
         x.requires_grad_()
     with torch.enable_grad():
@@ -193,8 +195,9 @@ def _run_rerotate(variant: KernelVariant, problem: _Problem) -> dict[str, torch.
     from rope_patch.ops.kernels import rope
 
     keys, _ = problem.heads_on_device()
-    settings = (variant.interleaved, variant.heads_dim, False, True, True)
-    rope.launch(keys, None, *problem.angles_on_device(), *settings)
+    rest = (*problem.angles_on_device(), variant.interleaved, variant.heads_dim)
+    inputs: Any = (keys, None, *rest, False, True, True)
+    rope.launch(*inputs)
     return {"keys": keys}
 
 
@@ -216,8 +219,9 @@ def _exact_results(variant: KernelVariant, problem: _Problem) -> dict[str, torch
     angles = (problem.positions, problem.packed_freqs)
     outputs: Any
     if variant.op == QK_NORM_ROPE:
+        arguments: Any = (*inputs, *weights, *angles)
         norm = {"eps": _EPS, "offset": variant.offset}
-        outputs = reference.qk_norm_rope(*inputs, *weights, *angles, **norm, **layout)
+        outputs = reference.qk_norm_rope(*arguments, **(layout | norm))
     else:
         outputs = reference.rope(inputs[0], [*inputs, None][1], *angles, **layout)
     outputs = [x for x in outputs if x is not None]
