@@ -35,6 +35,9 @@ REGISTERS = {
     "norm backwards, frozen": 120,
 }
 
+# Where a program holds all heads of a token, with as many sums in the backward pass.
+REGISTERS_TOGETHER = {"norm, together": 96, "norm backwards, together": 232}
+
 BYTES = {"b16": 2, "b32": 4, "v2.b32": 8, "v4.b32": 16, "b64": 8}
 BFLOAT16, ACCESS, WARP = 2, 16, 32
 
@@ -74,7 +77,7 @@ def test_no_registers_are_spilled(name, code, record_property):
     record_property("registers", code.registers)
     assert code.stack == 0
     assert not [x for x in code.instructions if x.startswith(("LDL", "STL"))]
-    assert code.registers <= REGISTERS[JOBS[name]["kernel"]]
+    assert code.registers <= REGISTERS_TOGETHER.get(name, REGISTERS[JOBS[name]["kernel"]])
 
 
 @jobs
