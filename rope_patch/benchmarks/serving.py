@@ -29,6 +29,7 @@ from rope_patch.statistics.bootstrap import bootstrap_mean
 from rope_patch.statistics.intervals import Interval, accuracy
 from rope_patch.tasks import chat_template, short
 from rope_patch.utils import atomic_files, provenance
+from rope_patch.utils.progress import progress_bar
 
 PLAIN, STATIC, PLUGIN = "plain", "yarn", "dynamic-yarn"
 FACTOR = 4
@@ -66,7 +67,8 @@ def speed(
                 _serve(path, method, trained, FACTOR * trained, enable_prefix_caching=False)
             )
             processes[method] = _children() - others
-        for round_number in range(-1, pairs):  # the first one warms both up
+        rounds = progress_bar(range(-1, pairs), desc="pairs of batches")
+        for round_number in rounds:  # the first one warms both up
             order = list(servers) if round_number % 2 else list(servers)[::-1]
             for method in order:
                 cpu_before = _cpu_seconds(processes[method])
@@ -205,7 +207,7 @@ def _choose(server: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> list[boo
     outputs = server.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
         SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0),
-        use_tqdm=False,
+        use_tqdm=progress_bar,
     )
     sums = iter(
         [
@@ -228,7 +230,8 @@ def _answer(
     prompts = [chat_template.render(tokenizer, row["input"], row["gen_prefix"]) for row in rows]
     greedy = SamplingParams(temperature=0.0, max_tokens=_ANSWER_TOKENS)
     scores = []
-    for row, prompt in zip(rows, prompts, strict=True):  # one by one, so that a text is read once
+    # One by one, so that a text is read once.
+    for row, prompt in progress_bar(zip(rows, prompts, strict=True), total=len(rows), desc="texts"):
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         (output,) = server.generate([{"prompt_token_ids": ids}], greedy, use_tqdm=False)
         scores.append(config["process_results"](row, [output.outputs[0].text])["score"])

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.cli.interrupt import terminable
 from rope_patch.cli.options import (
     MODEL,
     Dtype,
@@ -18,12 +19,13 @@ from rope_patch.cli.options import (
     parse_names,
     split_commas,
 )
-from rope_patch.cli.runtime import command_line
+from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
 
 # Options that only one of `bench`'s two forms takes.
 _MODEL_OPTIONS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]
 _MODEL_OPTIONS += ["random_weights"]
 _KERNEL_OPTIONS = ["shapes", "lengths", "batch", "contenders", "rivals", "model_steps"]
+_KERNEL_OPTIONS += ["plan", "page"]
 
 
 def bench(
@@ -70,8 +72,9 @@ def bench(
     contenders: Annotated[
         str | None,
         typer.Option(
-            help="Who, by commas, of hf, hf-compile, ours, ours-output, ours-tables, "
-            "ours-reference, liger, flash-attn, unsloth, fla; all if left out."
+            help="Which, by commas, of hf, hf-compile, ours, ours-output, ours-frozen, "
+            "ours-tables, ours-inplace, ours-reference, liger, flash-attn, unsloth, fla; all if "
+            "left out, but on a GPU without ours-tables, ours-reference and fla."
         ),
     ] = None,
     rivals: Annotated[
@@ -86,10 +89,26 @@ def bench(
     model_steps: Annotated[
         bool, typer.Option(help="Measure steps of small random models, too.")
     ] = True,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Print the three commands that measure the kernels on a GPU, each shorter than "
+            "nine minutes and without a network; measure nothing.",
+        ),
+    ] = False,
+    page: Annotated[
+        bool,
+        typer.Option(
+            "--page",
+            help="Make the page of the results in --out, which another machine may have measured; "
+            "measure nothing.",
+        ),
+    ] = False,
     dtype: Dtype = "auto",
     repeats: Annotated[
         int | None,
-        typer.Option(help="How often everything timed is done; 5, or 20 for kernels on a GPU."),
+        typer.Option(help="How often everything timed is done; 5, or 10 for kernels on a GPU."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -109,6 +128,7 @@ def bench(
     Without a model: the rotation of queries and keys by transformers, torch.compile, the kernels
     of others and ours, forward and backward, beside a copy of as many bytes, each checked against
     float64; and whole steps of small models. Writes bench.html, bench.md, bench.json, bench.png.
+    bench.json is written after each part: a run that was ended continues with the same command.
 
     \b
     Examples:
@@ -122,6 +142,14 @@ def bench(
             option = "compile" if name == "compiled" else name.replace("_", "-")
             form = "needs a MODEL" if model is None else "is for kernels, without a MODEL"
             raise ValueError(f"--{option} {form}: `rope-patch bench --help` shows both forms")
+    if plan:
+        from rope_patch.benchmarks.kernels.plan import as_script
+
+        print(as_script())
+        return
+    if page:
+        _make_page(out or Path("out/bench"))
+        return
     if model is None:
         _bench_kernels(
             as_json,
@@ -162,29 +190,55 @@ def bench(
             atomic_files.write_json(out, results)
 
 
+def _make_page(folder: Path) -> None:
+    """Make the page of the results in a folder."""
+    from rope_patch.benchmarks.kernels.run_state import require_results
+
+    results = require_results(folder)
+    with requires_extra("the page needs", "eval"):
+        from rope_patch.benchmarks.kernels import report
+    report.write_all(results, folder)
+    print(folder / "bench.html")
+
+
 def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
-    from rope_patch.benchmarks.kernels import benchmark
+    from rope_patch.benchmarks.kernels import benchmark, run_state
+    from rope_patch.benchmarks.kernels.implementations import user_inductor_cache
     from rope_patch.utils import atomic_files
 
     atomic_files.require_writable_folder(folder, "the report")
     settings = {name: value for name, value in request.items() if value is not None}
-    results = benchmark.bench(benchmark.KernelBenchRequest(**settings))
+    with handle_interrupt(), user_inductor_cache(), terminable():
+        try:
+            results = benchmark.bench(benchmark.KernelBenchRequest(**settings), folder)
+        except KeyboardInterrupt:
+            if results := run_state.read_results(folder):
+                _write_report(results, folder)
+            raise
+    # Print first, so that a full disk loses no measurement.
+    if as_json:
+        print(run_state.as_json(results), end="")
+    with atomic_files.add_write_advice("REMEDY, and the same command makes the page"):
+        report = _write_report(results, folder)
+    if report is not None and not as_json:
+        print(f"{report}\n\n{folder / 'bench.html'}")
+
+
+def _write_report(results: dict[str, Any], folder: Path) -> str | None:
+    """Write all files; return the report as text, None where packages of the page are missing."""
+    from rope_patch.benchmarks.kernels import run_state
+    from rope_patch.utils import atomic_files
+
     results["command"] = command_line()
     try:
         from rope_patch.benchmarks.kernels import report
     except ImportError as error:  # keep the numbers even if no page can be made
-        atomic_files.write_json(folder / "bench.json", results)
+        atomic_files.atomic_write(folder / run_state.FILE, run_state.as_json(results))
         print(
-            f"{folder / 'bench.json'}: no page, because {error.name} is not installed: pip install "
-            "'rope-patch[eval]'",
+            f"{folder / run_state.FILE}: no page, because {error.name} is not installed: pip "
+            "install 'rope-patch[eval]'",
             file=sys.stderr,
         )
-        if as_json:
-            print((folder / "bench.json").read_text(encoding="utf-8"), end="")
-        return
-    # Print first, so that a full disk loses no measurement.
-    print(report.as_json(results) if as_json else f"{report.as_text(results)}\n")
-    with atomic_files.add_write_advice("The results are printed above"):
-        page = report.write_all(results, folder)
-    if not as_json:
-        print(page)
+        return None
+    report.write_all(results, folder)
+    return report.as_text(results)

@@ -33,6 +33,22 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Handle SIGTERM, which `timeout` sends, as `interruptible` handles SIGINT.
+
+    Does nothing in other threads than the main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _interrupt(_: int, frame: FrameType | None) -> None:
     if _is_importing(frame):
         os.write(2, b"stopped\n")  # print is not safe here: stderr may be in the midst of a line

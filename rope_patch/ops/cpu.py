@@ -35,6 +35,7 @@ def rope_from_cos_sin(
     interleaved: bool = False,
     heads_dim: int = 1,
     repeated: bool = True,
+    may_overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate queries and keys by the cos and sin of a transformers rotary module.
 
@@ -50,20 +51,26 @@ def rope_from_cos_sin(
         heads_dim: Dimension of the heads: 1, or 2 for `[B, S, H, D]`.
         repeated: Whether cos and sin are as above (Llama, Cohere). If not, they have one number for
             each pair, `[..., R / 2]`, like the first half of GLM's.
+        may_overwrite: Whether nothing reads q and k afterwards. Large ones are then overwritten
+            where they need no gradient, which saves the page faults of fresh memory.
 
     Returns:
-        Both, in their dtypes and memory layouts; computed in float32 or wider and rounded once.
-        Dimensions beyond the first R keep their values.
+        Both, in their dtypes and memory layouts, or q and k themselves if overwritten; computed in
+        float32 or wider and rounded once. Dimensions beyond the first R keep their values.
     """
     if _needs_reference(q, k, cos, sin):
-        pairs = (_pairs(c, interleaved)[0] if repeated else c for c in (cos, sin))
+        layout = _Layout(interleaved, heads_dim)
+        pairs = (_pairs(c, layout)[0] if repeated else c for c in (cos, sin))
         cos, sin = (c.unsqueeze(heads_dim) for c in pairs)
         rotated_q = rotate(q, cos, sin, interleaved=interleaved)
         return rotated_q, None if k is None else rotate(k, cos, sin, interleaved=interleaved)
     if not repeated:
         dim = -1 if interleaved else -2
         cos, sin = (torch.stack((c, c), dim).flatten(-2) for c in (cos, sin))
-    return _rotate_differentiably(q, k, cos, sin, _Layout(interleaved, heads_dim))
+    layout = _Layout(interleaved, heads_dim)
+    if may_overwrite and not _needs_grad(q, k):
+        return _rotate_both(q, k, cos, sin, layout, may_overwrite=True)
+    return _rotate_differentiably(q, k, cos, sin, layout)
 
 
 def _needs_reference(q: Any, k: Any, cos: Any, sin: Any) -> bool:
@@ -77,10 +84,14 @@ def _needs_reference(q: Any, k: Any, cos: Any, sin: Any) -> bool:
 
 
 def _rotate_differentiably(q: Any, k: Any, *rest: Any) -> Any:
-    needs_grad = (q is not None and q.requires_grad) or (k is not None and k.requires_grad)
-    if needs_grad and torch.is_grad_enabled():
+    if _needs_grad(q, k):
         return _RotationFunction.apply(q, k, *rest)
     return _rotate_both(q, k, *rest)
+
+
+def _needs_grad(q: Any, k: Any) -> bool:
+    requires_grad = (q is not None and q.requires_grad) or (k is not None and k.requires_grad)
+    return requires_grad and torch.is_grad_enabled()
 
 
 class _RotationFunction(torch.autograd.Function):
@@ -103,69 +114,90 @@ class _RotationFunction(torch.autograd.Function):
         return *_rotate_differentiably(*grads, *ctx.saved_tensors, backwards), None, None, None
 
 
-def _rotate_both(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, layout: _Layout) -> Any:
+def _rotate_both(
+    q: Any,
+    k: Any,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: _Layout,
+    *,
+    may_overwrite: bool = False,
+) -> Any:
     cos, sin = cos.unsqueeze(layout.heads_dim), sin.unsqueeze(layout.heads_dim)
     if q is not None and k is not None and q.numel() + k.numel() <= _JOINED_NUMEL:
         return _rotate_joined(q, k, cos, sin, layout)
     cos, sin = _upcast(cos), _upcast(sin)
-    return tuple(None if x is None else _rotate_in_blocks(x, cos, sin, layout) for x in (q, k))
+    rotated = [x if x is None or may_overwrite else torch.empty_like(x) for x in (q, k)]
+    for x, out in zip((q, k), rotated, strict=True):
+        if x is not None and x.numel() and cos.numel():
+            _rotate_into(out, x, cos, sin, layout)
+    return tuple(rotated)
 
 
 def _rotate_joined(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, layout: _Layout) -> Any:
     wide = _upcast(torch.cat((q, k), dim=layout.heads_dim))
     part = wide if cos.shape[-1] == wide.shape[-1] else wide[..., : cos.shape[-1]]
     by_sin = part * sin
-    _combine_products(part.mul_(cos), by_sin, part, layout)
+    _add_products(_pairs(part.mul_(cos), layout), _pairs(by_sin, layout), layout)
     heads = (q.shape[layout.heads_dim], k.shape[layout.heads_dim])
     rotated_q, rotated_k = wide.split_with_sizes(heads, dim=layout.heads_dim)
     return torch.empty_like(q).copy_(rotated_q), torch.empty_like(k).copy_(rotated_k)
 
 
-def _rotate_in_blocks(
-    x: Any, cos: torch.Tensor, sin: torch.Tensor, layout: _Layout
-) -> torch.Tensor:
-    rotated = torch.empty_like(x)
-    whole = (x, rotated, cos, sin)
-    rotary_dim, tokens_dim = cos.shape[-1], 3 - layout.heads_dim
-    if rotary_dim < x.shape[-1]:
-        rotated[..., rotary_dim:].copy_(x[..., rotary_dim:])
-        whole = (x[..., :rotary_dim], rotated[..., :rotary_dim], cos, sin)
-    if x.numel() <= _BLOCK_NUMEL:
-        _rotate_block(*whole, layout)
-    else:
-        size = max(1, _BLOCK_NUMEL * x.shape[tokens_dim] // x.numel())
-        for part, out, c, s in zip(*(t.split(size, dim=tokens_dim) for t in whole), strict=True):
-            _rotate_block(part, out, c, s, layout)
-    return rotated
-
-
-def _rotate_block(
-    x: Any, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: _Layout
+def _rotate_into(
+    out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: _Layout
 ) -> None:
-    wide = _upcast(x)
-    by_sin = wide * sin
-    if wide is x:
-        _combine_products(x * cos, by_sin, out, layout)
-    else:
-        _combine_products(wide.mul_(cos), by_sin, wide, layout)
-        out.copy_(wide)
+    """Rotate x into `out`, which may be x, block by block."""
+    rotary_dim, tokens_dim = cos.shape[-1], 3 - layout.heads_dim
+    part, part_out = x, out
+    if rotary_dim < x.shape[-1]:
+        part, part_out = x[..., :rotary_dim], out[..., :rotary_dim]
+        if out is not x:
+            out[..., rotary_dim:].copy_(x[..., rotary_dim:])
+    tokens = x.shape[tokens_dim]
+    size = min(tokens, max(1, _BLOCK_NUMEL * tokens // part.numel()))
+    dtype = torch.promote_types(_wide_dtype(x), cos.dtype)
+    # All blocks share the temporaries: fresh memory for each would cost page faults.
+    by_sin = torch.empty_like(part.narrow(tokens_dim, 0, size), dtype=dtype)
+    wide = by_sin if dtype == x.dtype else torch.empty_like(by_sin)
+    temporaries = (wide, by_sin, *_pairs(wide, layout), *_pairs(by_sin, layout))
+    whole = (part, part_out, *_pairs(part_out, layout), cos, sin)
+    for source, target, first, second, c, s in zip(
+        *(t.split(size, dim=tokens_dim) for t in whole), strict=True
+    ):
+        count = source.shape[tokens_dim]
+        if count < size:
+            temporaries = tuple(t.narrow(tokens_dim, 0, count) for t in temporaries)
+        wide, by_sin, wide_first, wide_second, first_by_sin, second_by_sin = temporaries
+        by_sin_pairs = (first_by_sin, second_by_sin)
+        if dtype == x.dtype:
+            torch.mul(source, s, out=by_sin)
+            torch.mul(source, c, out=target)
+            _add_products((first, second), by_sin_pairs, layout)
+        else:
+            torch.mul(wide.copy_(source), s, out=by_sin)
+            wide.mul_(c)
+            _add_products((wide_first, wide_second), by_sin_pairs, layout)
+            target.copy_(wide)
 
 
-def _combine_products(by_cos: Any, by_sin: Any, out: torch.Tensor, layout: _Layout) -> None:
-    """Add rounded products, as transformers does; `out` may be `by_cos`."""
-    first, second = _pairs(by_cos, layout.interleaved)
-    first_by_sin, second_by_sin = _pairs(by_sin, layout.interleaved)
-    out_first, out_second = (first, second) if out is by_cos else _pairs(out, layout.interleaved)
+def _add_products(by_cos: Any, by_sin: Any, layout: _Layout) -> None:
+    """Add rounded products to those by cos, as transformers does."""
     sign = -1 if layout.conjugate else 1
-    torch.sub(first, second_by_sin, alpha=sign, out=out_first)
-    torch.add(second, first_by_sin, alpha=sign, out=out_second)
+    by_cos[0].sub_(by_sin[1], alpha=sign)
+    by_cos[1].add_(by_sin[0], alpha=sign)
 
 
-def _pairs(x: torch.Tensor, interleaved: bool) -> Any:
-    if interleaved:
+def _pairs(x: torch.Tensor, layout: _Layout) -> Any:
+    """Return the first and the second dimensions of all pairs, as views."""
+    if layout.interleaved:
         return x[..., 0::2], x[..., 1::2]
     return x.split_with_sizes((x.shape[-1] // 2,) * 2, dim=-1)  # faster than chunk
 
 
+def _wide_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def _upcast(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(_wide_dtype(x))

@@ -161,7 +161,9 @@ def rope(
         layout: Any = {"interleaved": interleaved, "heads_dim": heads_dim}
         if kernels == "auto":  # faster on a CPU, and the same as the reference elsewhere
             cos, sin = cos_sin(positions, packed_freqs, sections)
-            rotated = rope_from_cos_sin(q, k, cos, sin, repeated=False, **layout)
+            rotated = rope_from_cos_sin(
+                q, k, cos, sin, repeated=False, may_overwrite=inplace, **layout
+            )
         else:
             rotated = reference.rope(q, k, positions, packed_freqs, sections=sections, **layout)
         return _copy_inplace(q, k, *rotated) if inplace else rotated
@@ -180,8 +182,9 @@ def rope(
 def _copy_inplace(
     q: torch.Tensor, k: torch.Tensor | None, rotated_q: torch.Tensor, rotated_k: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    q.copy_(rotated_q)
-    if k is not None and rotated_k is not None:
+    if rotated_q is not q:
+        q.copy_(rotated_q)
+    if k is not None and rotated_k is not None and rotated_k is not k:
         k.copy_(rotated_k)
     return q, k
 
@@ -200,6 +203,7 @@ def qk_norm_rope(
     interleaved: bool = False,
     heads_dim: int = 2,
     save: str = "input",
+    inplace: bool = False,
     kernels: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply RMSNorm (arXiv:1910.07467) to queries and keys, then `rope`; round once.
@@ -224,40 +228,50 @@ def qk_norm_rope(
             results, which attention saves anyway, so that it costs next to no memory. The backward
             pass then recomputes the normed input from rounded results. That is accurate where the
             two weights of each rotated pair are of similar size; elsewhere the input is saved.
+        inplace: Overwrite q and k. Gradients need their old values, so they must not be required.
         kernels: See `rope`.
 
     Returns:
-        Both, in the dtypes of q and k.
+        Both, in the dtypes of q and k (q and k themselves if `inplace`).
 
     Raises:
-        ValueError: Shapes or dtypes do not match, or the kernels cannot run.
+        ValueError: Shapes or dtypes do not match, the kernels cannot run, or gradients are required
+            in place.
     """
     if save not in ("input", "output"):
         raise ValueError(f'save must be "input" or "output", got {save!r}')
+    needs_grad = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (q, k, q_weight, k_weight)
+    )
+    if inplace and needs_grad:
+        raise ValueError(
+            "inplace=True overwrites q and k, which gradients need: call qk_norm_rope in place "
+            "under torch.no_grad() only"
+        )
     if not use_triton(q, kernels):
         _require_torch_backend(kernels)
         validate_shapes(q, k, positions, packed_freqs, sections, heads_dim, q_weight, k_weight)
-        return reference.qk_norm_rope(
+        rotated = reference.qk_norm_rope(
             q, k, q_weight, k_weight, positions, packed_freqs, eps=eps, offset=offset,
             sections=sections, interleaved=interleaved, heads_dim=heads_dim,
         )  # fmt: skip
+        return _copy_inplace(q, k, *rotated) if inplace else rotated
     rest = (
         q, k, q_weight, k_weight, positions, packed_freqs, sections, eps, offset, interleaved,
         heads_dim,
     )  # fmt: skip
-    needs_grad = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (q, k, q_weight, k_weight)
-    )
     if torch.compiler.is_compiling():
         outputs = torch.ops.rope_patch.qk_norm_rope(*rest, needs_grad)
-        return outputs[0], outputs[1]
+        return _copy_inplace(q, k, *outputs[:2]) if inplace else (outputs[0], outputs[1])
     kernel = _kernel_modules["qk_norm_rope"]
     if needs_grad:
         recompute_input = save == "output" and can_recompute_from_output(
             q_weight, k_weight, packed_freqs, offset=offset, interleaved=interleaved
         )
         return kernel.QKNormRopeFunction.apply(*rest, recompute_input)
-    return kernel.launch_forward(*rest, False)[:2]
+    if inplace:
+        torch.autograd.graph.increment_version([q, k])
+    return kernel.launch_forward(*rest, False, inplace)[:2]
 
 
 @torch.no_grad()

@@ -1,22 +1,27 @@
 """The kernel benchmark: every implementation on every problem, interleaved.
 
-Times are relative to a copy of as many bytes, measured milliseconds apart: nothing that reads and
-writes queries and keys is faster than that.
+Times are relative to a copy, measured milliseconds apart: nothing that moves as many bytes is
+faster than that.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import platform
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
 import torch
 
-from rope_patch.benchmarks.kernels import model_steps, timing
+from rope_patch.benchmarks.kernels import estimate, launch_count, model_steps, timing
 from rope_patch.benchmarks.kernels.ground_truth import TOLERANCES
 from rope_patch.benchmarks.kernels.implementations import (
     Implementation,
@@ -24,119 +29,171 @@ from rope_patch.benchmarks.kernels.implementations import (
     builtin_implementations,
     describe_error,
 )
-from rope_patch.benchmarks.kernels.shapes import (
-    BHSD,
-    PACKED,
-    SHAPES,
-    VIEWS,
-    Problem,
-    Shape,
-    samples_needed,
+from rope_patch.benchmarks.kernels.request import (
+    BenchSettings,
+    KernelBenchRequest,
+    case_of,
+    choose_settings,
+    left_out,
 )
-from rope_patch.benchmarks.kernels.third_party import third_party_implementations
+from rope_patch.benchmarks.kernels.run_state import RunState, part_key
+from rope_patch.benchmarks.kernels.shapes import SHAPES, VIEWS, Problem, Shape, samples_needed
+from rope_patch.benchmarks.kernels.third_party import (
+    digest_files,
+    third_party_implementations,
+)
 from rope_patch.benchmarks.kernels.workers import (
     BOTH,
     FORWARD,
     GRAPH,
     TRAINING,
     WALL,
+    Clock,
     CopyBaseline,
     ImplementationRun,
     TimedCalls,
+    copied_bytes,
+    moved_bytes,
 )
 from rope_patch.evaluation.measures.timed_method import compare_times
-from rope_patch.ops.dispatch import is_interpreted
-from rope_patch.utils import provenance
+from rope_patch.ops.dispatch import is_interpreted, triton_unavailable_reason
+from rope_patch.utils import checksums, provenance
 from rope_patch.utils.progress import progress_bar
 from rope_patch.utils.versions import version
 
-COPY = "copy"
+logger = logging.getLogger("rope_patch")
 
-_LENGTHS = {"cuda": (1, 128, 1024, 8192, 32768, 131072), "cpu": (1, 128, 1024)}
-_BATCHES = {"cuda": (1, 4), "cpu": (1,)}
-_DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
-_REPEATS = {"cuda": 20, "cpu": 5}
+COPY, COPY_KERNEL = "copy", "copy-kernel"
+COPIES = (COPY, COPY_KERNEL)
+_COPY_TITLES = {COPY: "copy", COPY_KERNEL: "copy, Triton kernel"}
+
 _SAVED_LENGTH = {"cuda": 8192, "cpu": 64}  # tokens
 _PACKAGES = ("triton", "liger-kernel", "fla-core")
 _STEP_REPEATS = 5  # at most: each is of many tokens
-_LAYOUTS_MAX_LENGTH = 8192  # tokens; the layouts are compared at the longest length up to there
 
 # Memory of a problem, as multiples of N: per sample with its copies, and per implementation. On a
 # GPU a shortage is an error to report; on a CPU the process would die, so assume the largest need.
-_SAMPLE_MULTIPLE = 6
+_SAMPLE_MULTIPLE = 8
 _WORKSPACE_MULTIPLE = {"cuda": 3, "cpu": 20}
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelBenchRequest:
-    """Request of a benchmark; None chooses by device.
+@dataclass(frozen=True)
+class _Part:
+    """A part of the run: its name, its list in the results, and its measurement."""
 
-    Attributes:
-        shapes: Names from `SHAPES`.
-        lengths: Lengths in tokens; 1 is a decode step.
-        batches: Batch sizes.
-        dtype: torch's name of a dtype; "auto" is bfloat16 on a GPU and float32 on a CPU.
-        repeats: Repeats of every timing.
-        contenders: Names of implementations; None means all.
-        third_party_implementations: Folder with the files of third-party implementations.
-        steps: Whether to measure whole models, too.
-    """
-
-    shapes: tuple[str, ...] = tuple(SHAPES)
-    lengths: tuple[int, ...] | None = None
-    batches: tuple[int, ...] | None = None
-    dtype: str = "auto"
-    repeats: int | None = None
-    contenders: tuple[str, ...] | None = None
-    rivals: Path | None = None
-    steps: bool = True
+    key: str
+    kind: str
+    measure: Callable[[], list[dict[str, Any]]]
 
 
-def bench(request: KernelBenchRequest) -> dict[str, Any]:
-    """Run the benchmark.
+def bench(request: KernelBenchRequest, folder: Path | None = None) -> dict[str, Any]:
+    """Run the benchmark, or continue a run that was killed.
 
     Args:
         request: What to measure.
+        folder: Folder of `bench.json`, written after each part; None writes nothing.
 
     Returns:
         The settings; `cases`, each a problem with a row per implementation; `kept`, per shape what
-        implementations save for backward in bfloat16; `steps`, see `model_steps.measure`.
+        implementations save for backward in bfloat16; `steps`, see `model_steps.measure`;
+        `launches`, see `launch_count.count`; `seconds` and `missing`, see `RunState`.
 
     Raises:
-        ValueError: The request cannot be met.
+        ValueError: The request cannot be met, or the folder has results of another one.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    contenders = [*builtin_implementations(), *third_party_implementations(request.rivals)]
-    _validate_request(request, contenders)
-    if request.contenders is not None:
-        contenders = [c for c in contenders if c.name in request.contenders]
-    auto = auto_implementation(device, _dtype(request, device))
-    repeats = request.repeats or _REPEATS[device.type]
-    problems = list(_problems(request, device))
-    cases = [
-        _measure_problem(problem, contenders, repeats)
-        for problem in progress_bar(problems, desc="kernels", unit="case")
-    ]
-    saved = [_saved_for_backward(SHAPES[name], contenders, device) for name in request.shapes]
-    steps: list[dict[str, Any]] = []
-    if request.steps:
-        dtype = _dtype(request, device)
-        steps = model_steps.measure(request.shapes, device, dtype, min(repeats, _STEP_REPEATS))
-    return {
-        **asdict(request),
-        "dtype": str(_dtype(request, device)).removeprefix("torch."),
-        "repeats": repeats,
-        "rivals": str(request.rivals or ""),
+    device = current_device()
+    known = all_implementations(request)
+    settings = choose_settings(request, device.type, known)
+    contenders = [c for c in known if c.name in settings.contenders]
+    parts = list(_parts(settings, contenders, device))
+    state = RunState(
+        folder, _header(settings, contenders, device), {part.key: part.kind for part in parts}
+    )
+    if device.type == "cuda":
+        seconds = estimate.part_seconds(settings)
+        missing = {key: seconds[key] for key in seconds if not state.is_done(key)}
+        logger.info("%s", estimate.describe(missing, left_out(request)))
+    with progress_bar(total=len(parts), desc="kernels", unit="part") as bar:
+        for part in parts:
+            bar.set_postfix_str(part.key, refresh=False)
+            if not state.is_done(part.key):
+                start = time.perf_counter()
+                rows = part.measure()
+                state.add(part.key, rows, time.perf_counter() - start)
+            bar.update()
+    return state.results()
+
+
+def current_device() -> torch.device:
+    """Return the device that is measured."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def all_implementations(request: KernelBenchRequest) -> list[Implementation]:
+    """Return all implementations."""
+    return [*builtin_implementations(), *third_party_implementations(request.rivals)]
+
+
+def _parts(
+    settings: BenchSettings, contenders: list[Implementation], device: torch.device
+) -> Iterator[_Part]:
+    """Yield all parts: by shape, because that is what torch.compile compiles for, then models."""
+    for name in settings.shapes:
+        for problem in settings.problems(name, device):
+            measure = partial(_measure_problem, problem, contenders, settings.repeats)
+            yield _Part(
+                part_key("cases", case_of(problem)), "cases", lambda measure=measure: [measure()]
+            )
+        yield _Part(
+            part_key("kept", {"shape": name}),
+            "kept",
+            lambda name=name: [_saved_for_backward(SHAPES[name], contenders, device)],
+        )
+    if settings.steps:
+        repeats = min(settings.repeats, _STEP_REPEATS)
+        for name in settings.shapes:
+            for kind, measure_model in (
+                (
+                    "steps",
+                    partial(model_steps.measure, name, device, settings.torch_dtype, repeats),
+                ),
+                ("launches", partial(launch_count.measure, SHAPES[name], device)),
+            ):
+                yield _Part(part_key(kind, {"model": name}), kind, measure_model)
+
+
+def _header(
+    settings: BenchSettings, contenders: list[Implementation], device: torch.device
+) -> dict[str, Any]:
+    """Return what the results say beside measurements."""
+    auto = auto_implementation(device, settings.torch_dtype)
+    header = {
+        **asdict(settings),
+        "rivals": str(settings.rivals or ""),
         "device": _device_name(device),
+        "l2_bytes": timing.l2_bytes(device),
         "threads": torch.get_num_threads(),
         "interpreted": is_interpreted(),
-        "date": provenance.now(),
         "versions": provenance.versions() | {name: version(name) for name in _PACKAGES},
-        "titles": {COPY: "copy"} | {c.name: _title(c, auto) for c in contenders},
-        "cases": cases,
-        "kept": saved,
-        "steps": steps,
     }
+    identity = {name: value for name, value in header.items() if name != "rivals"} | {
+        "files of rivals": digest_files(settings.rivals),
+        "source": _source_digest(),
+    }
+    return {
+        **header,
+        "identity": identity,
+        "date": provenance.now(),
+        "titles": _COPY_TITLES | {c.name: _title(c, auto) for c in contenders},
+    }
+
+
+def _source_digest() -> str:
+    """Return a digest of the kernels' and the benchmark's code."""
+    package = Path(__file__).parents[2]
+    folders = (package / "ops", Path(__file__).parent)
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return checksums.digest(b"".join(path.read_bytes() for path in files), 16)
 
 
 def _title(contender: Implementation, auto: str) -> str:
@@ -147,14 +204,9 @@ def _measure_problem(
     problem: Problem, contenders: list[Implementation], repeats: int
 ) -> dict[str, Any]:
     """Return a problem's row for each implementation, or the reason why there are none."""
-    case = {
-        "shape": problem.shape.name,
-        "batch": problem.batch,
-        "length": problem.length,
-        "layout": problem.layout,
-        "bytes": problem.bytes,
-    }
     count = 1 if is_interpreted() else samples_needed(problem, timing.cache_bytes(problem.device))
+    # What forward reads and writes until it comes to the first sample again.
+    case = case_of(problem) | {"working_set": count * moved_bytes(problem, FORWARD)}
     needed_bytes = (
         _SAMPLE_MULTIPLE * count + _WORKSPACE_MULTIPLE[problem.device.type]
     ) * problem.bytes
@@ -175,15 +227,17 @@ def _measure_implementations(
     problem: Problem, contenders: list[Implementation], count: int, repeats: int
 ) -> list[dict[str, Any]]:
     samples = [problem.sample(seed) for seed in range(count)]
-    copy: dict[str, Any] = {"contender": COPY, "times": {}}
-    rows: list[dict[str, Any]] = [copy]
-    implementations: dict[str, TimedCalls] = {COPY: CopyBaseline(problem, count)}
+    copies = _copies(problem, count)
+    rows: list[dict[str, Any]] = [{"contender": name, "times": {}, "failed": {}} for name in copies]
+    implementations: dict[str, TimedCalls] = dict(copies)
     for contender in contenders:
         row: dict[str, Any] = {"contender": contender.name, "times": {}, "failed": {}}
         rows.append(row)
+        start = time.perf_counter()
         try:
             worker = ImplementationRun(contender, problem, samples)
             row |= _errors_and_memory(worker, problem)
+            row["setup_seconds"] = time.perf_counter() - start
         except Exception as error:  # measure the others whatever it is
             row["not_measured"] = describe_error(error)
         else:
@@ -192,13 +246,32 @@ def _measure_implementations(
             _free_after_failure()
     by_name = {row["contender"]: row for row in rows}
     for phase in _phases(problem):
-        seconds, failed = _time_phase(phase, implementations, repeats)
-        for name, times in seconds.items():
-            by_name[name]["times"][phase] = _relative_to_copy(times, seconds[COPY])
-        for name, reason in failed.items():
+        timed = _time_phase(phase, implementations, repeats)
+        baseline = min(
+            (name for name in COPIES if name in timed.seconds),
+            key=lambda name: median(chain.from_iterable(timed.seconds[name])),
+        )
+        for name, seconds in timed.seconds.items():
+            moved = copied_bytes if name in COPIES else moved_bytes
+            share = moved(problem, phase) / copied_bytes(problem, phase)
+            times = _relative_to_copy(seconds, timed.seconds[baseline], share)
+            by_name[name]["times"][phase] = times | {"with_launches": name in timed.with_launches}
+        for name, reason in timed.failed.items():
             by_name[name]["failed"][phase] = reason
-    copy["bytes_per_second"] = _bandwidth(problem, copy["times"])
+    rows[0]["bytes_per_second"] = _bandwidth(problem, rows[: len(copies)])
     return rows
+
+
+def _copies(problem: Problem, count: int) -> dict[str, CopyBaseline]:
+    """Return the copies that run here."""
+    copies = {COPY: CopyBaseline(problem, count)}
+    if triton_unavailable_reason() is None and (problem.device.type == "cuda" or is_interpreted()):
+        from rope_patch.benchmarks.kernels import copy_kernel
+
+        copies[COPY_KERNEL] = CopyBaseline(problem, count, copy_kernel.copy)
+    for copy in copies.values():
+        copy.require_exact()
+    return copies
 
 
 def _saved_for_backward(
@@ -242,11 +315,17 @@ def _errors_and_memory(worker: ImplementationRun, problem: Problem) -> dict[str,
     return row
 
 
-def _time_phase(
-    phase: str, implementations: dict[str, TimedCalls], repeats: int
-) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
-    """Return the seconds of each implementation's calls, a list per repeat, and the failures."""
-    clocks: dict[str, Callable[[], list[float]]] = {}
+@dataclass(frozen=True)
+class _TimedPhase:
+    """Seconds of each implementation's calls, a list per repeat; failures; who waited."""
+
+    seconds: dict[str, list[list[float]]]
+    failed: dict[str, str]
+    with_launches: set[str]
+
+
+def _time_phase(phase: str, implementations: dict[str, TimedCalls], repeats: int) -> _TimedPhase:
+    clocks: dict[str, Clock] = {}
     failed: dict[str, str] = {}
     for name, runner in implementations.items():
         try:
@@ -263,17 +342,26 @@ def _time_phase(
     for repeat in range(repeats):
         for name in list(clocks)[:: -1 if repeat % 2 else 1]:
             seconds[name].append(clocks[name]())
-    return seconds, failed
+    waiting = {name for name, clock in clocks.items() if clock.includes_launches}
+    return _TimedPhase(seconds, failed, waiting)
 
 
-def _relative_to_copy(seconds: list[list[float]], copy: list[list[float]]) -> dict[str, float]:
-    """Return milliseconds, and the copy's time in percent of them with the repeats' extremes."""
+def _relative_to_copy(
+    seconds: list[list[float]], copy: list[list[float]], share: float
+) -> dict[str, float]:
+    """Return milliseconds, and per cent of the copy's bandwidth with the repeats' extremes.
+
+    Args:
+        seconds: Seconds of each call, a list per repeat.
+        copy: The copy's.
+        share: Bytes that a call must move, as a multiple of those that the copy moves.
+    """
     ratios = compare_times(seconds, copy)
     return {
         "ms": ratios["ms"],
-        "percent": 100 / ratios["ratio"],
-        "min": 100 / ratios["max"],
-        "max": 100 / ratios["min"],
+        "percent": 100 * share / ratios["ratio"],
+        "min": 100 * share / ratios["max"],
+        "max": 100 * share / ratios["min"],
     }
 
 
@@ -281,30 +369,6 @@ def _phases(problem: Problem) -> tuple[str, ...]:
     if problem.length > 1:
         return TRAINING
     return (GRAPH, WALL) if problem.device.type == "cuda" else (WALL,)
-
-
-def _problems(request: KernelBenchRequest, device: torch.device) -> Iterator[Problem]:
-    """Yield every size in the default layout, and the other layouts at one size."""
-    lengths = sorted(request.lengths or _LENGTHS[device.type])
-    batches = sorted(request.batches or _BATCHES[device.type])
-    middle = [n for n in lengths if 1 < n <= _LAYOUTS_MAX_LENGTH][-1:]
-    for name in request.shapes:
-        sizes = [(batch, length, VIEWS) for batch in batches for length in lengths]
-        sizes += [(batches[0], length, layout) for length in middle for layout in (PACKED, BHSD)]
-        for batch, length, layout in sizes:
-            yield Problem(
-                shape=SHAPES[name],
-                batch=batch,
-                length=length,
-                layout=layout,
-                dtype=_dtype(request, device),
-                device=device,
-            )
-
-
-def _dtype(request: KernelBenchRequest, device: torch.device) -> torch.dtype:
-    name = _DTYPES[device.type] if request.dtype == "auto" else request.dtype
-    return getattr(torch, name)
 
 
 def _device_name(device: torch.device) -> str:
@@ -321,10 +385,11 @@ def _available_memory(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
-def _bandwidth(problem: Problem, times: dict[str, dict[str, float]]) -> float:
-    """Return the bytes that the copy reads and writes per second."""
-    copy_time = times[FORWARD if problem.length > 1 else WALL]
-    return 2 * problem.bytes / (copy_time["ms"] / 1e3)
+def _bandwidth(problem: Problem, copies: list[dict[str, Any]]) -> float:
+    """Return the bytes that the fastest copy reads and writes per second."""
+    phase = FORWARD if problem.length > 1 else WALL
+    ms = min(copy["times"][phase]["ms"] for copy in copies if phase in copy["times"])
+    return 2 * problem.bytes / (ms / 1e3)
 
 
 def _free_after_failure() -> None:
@@ -332,22 +397,3 @@ def _free_after_failure() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _validate_request(request: KernelBenchRequest, contenders: list[Implementation]) -> None:
-    """Raise ValueError if the request cannot be met."""
-    choices = {
-        "shapes": (request.shapes, list(SHAPES)),
-        "contenders": (request.contenders or (), [c.name for c in contenders]),
-        "dtype": ((request.dtype,), ["auto", *(str(d).removeprefix("torch.") for d in TOLERANCES)]),
-    }
-    for name, (values, names) in choices.items():
-        if unknown := [x for x in values if x not in names]:
-            raise ValueError(f"{name} must be of {', '.join(names)}; got {', '.join(unknown)}")
-    for name, numbers in (("lengths", request.lengths), ("batches", request.batches)):
-        if numbers is not None and (not numbers or min(numbers) < 1):
-            raise ValueError(f"{name} must be whole numbers of at least 1, got {numbers}")
-    if request.repeats is not None and request.repeats < 1:
-        raise ValueError(f"repeats must be a whole number of at least 1, got {request.repeats}")
-    if request.rivals is not None and not request.rivals.is_dir():
-        raise ValueError(f"rivals must be a folder, got {request.rivals}")

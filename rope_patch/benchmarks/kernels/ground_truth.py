@@ -28,7 +28,7 @@ def relative_errors(
         problem: The problem.
         sample: The rotated tensors.
         rotated: Both outputs, `[B, H, S, D]`.
-        gradients: Gradients of queries, keys and, if any, the weights.
+        gradients: Gradients of queries, keys and, if any, the weights; empty to compare none.
 
     Returns:
         Errors of `q`, `k`, `dq`, `dk`, and of `dw` for both weights together.
@@ -47,7 +47,8 @@ def relative_errors(
     for tokens, heads, out in _exact_chunks(problem, sample, weights):
         for i, name in enumerate("qk"):
             compare(name, rotated[i].detach()[:, :, tokens], out[i])
-            compare(f"d{name}", gradients[i][:, tokens], heads[i].grad)
+            if gradients:
+                compare(f"d{name}", gradients[i][:, tokens], heads[i].grad)
     for gradient, weight in zip(
         gradients[2:], weights, strict=False
     ):  # frozen weights have no gradients

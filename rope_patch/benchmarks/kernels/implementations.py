@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from rope_patch.benchmarks.kernels.shapes import Problem
+from rope_patch.benchmarks.kernels.shapes import Problem, Shape
 from rope_patch.evaluation.report.format import one_line
 
 # Takes queries and keys `[B, S, H, D]`, returns both rotated `[B, H, S, D]`, for attention.
@@ -66,7 +70,19 @@ def builtin_implementations() -> list[Implementation]:
             build=_ours_from_output,
         ),
         Implementation(
+            name="ours-frozen",
+            title="rope_patch, exact angles, frozen weights",
+            build=_ours_with_frozen_weights,
+            frozen=True,
+        ),
+        Implementation(
             name="ours-tables", title="rope_patch, cos and sin given", build=_ours_from_cos_sin
+        ),
+        Implementation(
+            name="ours-inplace",
+            title="rope_patch, cos and sin given, in place",
+            build=_ours_in_place,
+            in_place=True,
         ),
         Implementation(name="ours-reference", title="rope_patch, reference", build=_reference),
     ]
@@ -87,8 +103,7 @@ def _transformers(problem: Problem) -> Call:
     cos, sin = problem.cos_sin
 
     def call(q: torch.Tensor, k: torch.Tensor) -> Any:
-        q, k = (norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))
-        return rotate(q, k, cos, sin)
+        return _norm_and_rotate(norms, rotate, q, k, cos, sin)
 
     return call
 
@@ -101,7 +116,7 @@ def _modeling(problem: Problem) -> Any:
 def _norms(problem: Problem, modeling: Any) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     """Return transformers' norms of the query and key heads."""
     if problem.shape.norm is None:
-        return [lambda x: x] * 2
+        return [_identity] * 2
     modules = []
     for weight in problem.weights:
         module = getattr(modeling, problem.shape.norm)(problem.shape.head_dim, problem.shape.eps)
@@ -110,9 +125,58 @@ def _norms(problem: Problem, modeling: Any) -> list[Callable[[torch.Tensor], tor
     return modules
 
 
+def _identity(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 def _compiled(problem: Problem) -> Call:
-    torch._dynamo.reset()  # else it would switch to dynamic shapes after a few sizes
-    return torch.compile(_transformers(problem), dynamic=False)
+    """Return transformers' code, compiled once for all lengths of more than one token."""
+    compiled, modeling = _compiled_for(problem.shape), _modeling(problem)
+    norms, rotate = _norms(problem, modeling), modeling.apply_rotary_pos_emb
+    cos, sin = problem.cos_sin
+    unmarked = [cos, sin] * (problem.length > 1)  # a single token has a graph of its own
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> Any:
+        while unmarked:
+            for x in (q, k, unmarked.pop()):
+                torch._dynamo.maybe_mark_dynamic(x, 1)
+        return compiled(norms, rotate, q, k, cos, sin)
+
+    return call
+
+
+@contextlib.contextmanager
+def user_inductor_cache() -> Iterator[None]:
+    """Keep Inductor's compiled code in the user's cache, which outlives /tmp."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if name in os.environ:
+        yield
+        return
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ[name] = str(root / "rope_patch" / "inductor")
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_for(shape: Shape) -> Callable[..., Any]:
+    """Return the compiled function of a shape; the previous shape's graphs are dropped."""
+    torch._dynamo.reset()
+    # A graph break, or more recompilations than torch allows, must not be timed as compiled code.
+    return torch.compile(_norm_and_rotate, fullgraph=True)
+
+
+def _norm_and_rotate(
+    norms: list[Any],
+    rotate: Callable[..., Any],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> Any:
+    return rotate(norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2), cos, sin)
 
 
 def _ours(problem: Problem) -> Call:
@@ -129,6 +193,15 @@ def _ours_from_output(problem: Problem) -> Call:
     return _bind_op(problem, ops.qk_norm_rope, save="output", kernels=_kernels())
 
 
+def _ours_with_frozen_weights(problem: Problem) -> Call:
+    from rope_patch import ops
+
+    if not problem.weights:
+        raise Unavailable("a rotation has no weights")
+    frozen = tuple(weight.detach() for weight in problem.weights)
+    return _bind_op(problem, ops.qk_norm_rope, weights=frozen, kernels=_kernels())
+
+
 def _kernels() -> str:
     """Return the `kernels` that a user gets; "triton" in Triton's interpreter, to check it."""
     from rope_patch.ops.dispatch import is_interpreted
@@ -142,14 +215,61 @@ def _reference(problem: Problem) -> Call:
     return _bind_op(problem, reference.qk_norm_rope if problem.weights else reference.rope)
 
 
-def _bind_op(problem: Problem, op: Callable[..., Any], **options: Any) -> Call:
-    """Return a call of one of our ops, which take positions and packed frequencies."""
+def _bind_op(
+    problem: Problem,
+    op: Callable[..., Any],
+    weights: tuple[torch.Tensor, ...] | None = None,
+    **options: Any,
+) -> Call:
+    """Return a call of one of our ops, which take positions and packed frequencies.
+
+    Args:
+        problem: The problem.
+        op: The op.
+        weights: Weights of the norms; None means the problem's.
+        **options: Other options of the op.
+    """
     if problem.weights:
         options |= {"eps": problem.shape.eps, "offset": problem.shape.offset}
-    op_inputs = (*problem.weights, problem.positions, problem.packed_freqs)
+    op_inputs = (
+        *(problem.weights if weights is None else weights),
+        problem.positions,
+        problem.packed_freqs,
+    )
 
     def call(q: torch.Tensor, k: torch.Tensor) -> Any:
         return op(q.transpose(1, 2), k.transpose(1, 2), *op_inputs, heads_dim=1, **options)
+
+    return call
+
+
+def _ours_in_place(problem: Problem) -> Call:
+    """Rotate over the input, as a model does at inference; its backward is that of ours-tables.
+
+    A single token is small, so that it is copied here and in a model.
+    """
+    from rope_patch.ops.cpu import rope_from_cos_sin
+
+    if problem.device.type != "cpu":
+        raise Unavailable("it is measured on a CPU only")
+    norms = _norms(problem, _modeling(problem))
+    cos, sin = problem.cos_sin
+
+    class Rotation(torch.autograd.Function):
+        """Overwrites leaves, which need no gradient at inference, but do in this benchmark."""
+
+        @staticmethod
+        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor) -> Any:
+            q, k = q.detach(), k.detach()
+            return rope_from_cos_sin(q, k, cos, sin, heads_dim=1, may_overwrite=True)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return rope_from_cos_sin(*grads, cos, -sin, heads_dim=1)
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> Any:
+        q, k = (norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))
+        return Rotation.apply(q, k)
 
     return call
 

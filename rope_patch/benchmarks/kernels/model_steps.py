@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from rope_patch.benchmarks.kernels import timing
 from rope_patch.benchmarks.kernels.implementations import describe_error
@@ -26,11 +24,11 @@ from rope_patch.evaluation.measures.timed_method import (
     time_decoding,
 )
 from rope_patch.patching import patch_rotation
-from rope_patch.utils.progress import progress_bar
 
 KERNELS = ("hf", "auto")  # values for `patch`; the first is the baseline
 FACTOR = 4
 
+_LAYERS = 2
 _PROMPT, _DECODED = 64, 20  # tokens; the first decoded ones are warm-up
 
 
@@ -69,7 +67,6 @@ _NARROW_SIZES = {
 }
 _SHARED_SETTINGS: dict[str, Any] = {
     "vocab_size": 4096,
-    "num_hidden_layers": 2,
     "max_position_embeddings": 8192,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -78,28 +75,25 @@ _SHARED_SETTINGS: dict[str, Any] = {
 
 
 def measure(
-    names: tuple[str, ...], device: torch.device, dtype: torch.dtype, repeats: int
+    name: str, device: torch.device, dtype: torch.dtype, repeats: int
 ) -> list[dict[str, Any]]:
-    """Measure steps of small random models, with our kernels and with transformers' code.
+    """Measure steps of a small random model, with our kernels and with transformers' code.
 
     Args:
-        names: Shapes, see `shapes.SHAPES`.
-        device: The device. On a CPU the models are narrow and train on short texts.
+        name: A shape, see `shapes.SHAPES`.
+        device: The device. On a CPU the model is narrow and trains on short texts.
         dtype: Type of the weights.
         repeats: Repeats of each timing.
 
     Returns:
-        A row per model and kernels: times of a decoded token and of a training step with their
-        ratios to transformers' code, the training step's peak bytes, and the kernels launched per
-        decoded token (None without a GPU). Or the reason why a model was not measured.
+        A row for each of `KERNELS`: times of a decoded token and of a training step with their
+        ratios to transformers' code, and the training step's peak bytes. Or one row with the reason
+        why the model was not measured.
     """
-    rows: list[dict[str, Any]] = []
-    for name in progress_bar(names, desc="model steps", unit="model"):
-        try:
-            rows += _measure_model(name, device, dtype, repeats)
-        except Exception as error:  # keep the earlier measurements whatever it is
-            rows.append({"model": name, "not_measured": describe_error(error)})
-    return rows
+    try:
+        return _measure_model(name, device, dtype, repeats)
+    except Exception as error:  # keep the other measurements whatever it is
+        return [{"model": name, "not_measured": describe_error(error)}]
 
 
 def _measure_model(
@@ -107,8 +101,8 @@ def _measure_model(
 ) -> list[dict[str, Any]]:
     wide = device.type == "cuda"
     length = 8192 if wide else 128
-    model = _build_model(name, wide, device, dtype)
-    contenders = [_make_timed_method(model, kernels) for kernels in KERNELS]
+    model = build_model(name, wide, device, dtype)
+    contenders = [make_patched(model, kernels) for kernels in KERNELS]
     vocabulary = model.config.vocab_size
     ids = torch.randint(3, vocabulary, (1, max(length, _PROMPT + _DECODED)), device=device)
     _time_decoding(contenders, ids[:, : _PROMPT + _DECODED], repeats)
@@ -128,22 +122,35 @@ def _measure_model(
             "token": compare_times(c.token_times, contenders[0].token_times),
             "train": compare_times(times, step_seconds[0]),
             "peak": peak,
-            "launches": _count_launches(c, ids) if wide else None,
         }
         for c, times, peak in zip(contenders, step_seconds, peaks, strict=True)
     ]
 
 
-def _build_model(name: str, wide: bool, device: torch.device, dtype: torch.dtype) -> Any:
+def build_model(
+    name: str, wide: bool, device: torch.device, dtype: torch.dtype, layers: int = _LAYERS
+) -> Any:
+    """Return a random model in evaluation mode.
+
+    Args:
+        name: A shape, see `shapes.SHAPES`.
+        wide: Whether layers have the real sizes.
+        device: The device.
+        dtype: Type of the weights.
+        layers: Number of layers; even.
+    """
     family = _FAMILIES[name]
-    sizes = family.sizes if wide else _NARROW_SIZES
-    config = getattr(transformers, family.config)(**_SHARED_SETTINGS, **sizes, **family.extra)
+    settings = _SHARED_SETTINGS | (family.sizes if wide else _NARROW_SIZES) | family.extra
+    if "layer_types" in settings:
+        settings["layer_types"] = settings["layer_types"] * (layers // 2)
+    config = getattr(transformers, family.config)(**settings, num_hidden_layers=layers)
     torch.manual_seed(0)
     with device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def _make_timed_method(model: Any, kernels: str) -> TimedMethod:
+def make_patched(model: Any, kernels: str) -> TimedMethod:
+    """Return a patched copy of a model that shares its weights."""
     weights = {id(parameter): parameter for parameter in model.parameters()}
     copied = copy.deepcopy(model, weights)  # with this memo deepcopy shares the weights
     handle = patch_rotation(copied, "yarn", factor=FACTOR, kernels=kernels)
@@ -163,15 +170,3 @@ def _training_step(model: Any, ids: torch.Tensor) -> None:
     """Run forward and backward; the optimizer's time is the same for all."""
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     model.zero_grad()
-
-
-@torch.no_grad()
-def _count_launches(contender: TimedMethod, ids: torch.Tensor) -> int:
-    """Return the number of GPU kernels launched while a token is decoded."""
-    step = next(contender.decode(ids[:, : _PROMPT + 1], copy.deepcopy(contender.cache)))
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        step()
-        torch.cuda.synchronize()
-    events = profiled.profiler.kineto_results.events()
-    on_gpu = [e.name() for e in events if e.device_type() == DeviceType.CUDA]
-    return sum(not name.startswith(("Memcpy", "Memset")) for name in on_gpu)

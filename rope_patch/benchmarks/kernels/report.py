@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.benchmarks.kernels import plot
-from rope_patch.benchmarks.kernels.benchmark import COPY
+from rope_patch.benchmarks.kernels.benchmark import COPIES
 from rope_patch.benchmarks.kernels.ground_truth import TOLERANCES
+from rope_patch.benchmarks.kernels.run_state import FILE, as_json, part_key
 from rope_patch.benchmarks.kernels.shapes import LAYOUTS, SHAPES
 from rope_patch.benchmarks.kernels.tables import (
     REFERENCE_LENGTH,
     default_layout_cases,
+    launch_table,
     shape_tables,
     step_table,
 )
@@ -32,15 +34,20 @@ _OUR_IMPLEMENTATIONS = (
 )  # the fastest of them represents ours
 
 _NOTES = (
-    "Per cent are of the speed of a copy: the time that copying as many bytes as the queries and "
-    "keys together have takes, over the contender's, measured in turns with it; of two copies for "
-    "forward and backward. Beside it is the median time of a call. The norm's backward has to read "
-    "half as much again as a copy does, so about 67% is the most that it can reach.",
+    "Per cent are of a copy's bandwidth: the bytes that a contender must move, over its time, as a "
+    "share of the bytes per second that a copy moves, measured in turns with it. A rotation, and a "
+    "norm with it, read N and write N forward; a rotation does backward, too. The norm's backward "
+    "must move 3 N: it reads the gradients and what forward saved, and writes gradients. N is the "
+    "size of queries and keys. Beside it is the median time of a call.",
+    "The copy is the faster of two, for each number: torch's copy_ and, on a GPU, a Triton kernel "
+    "with accesses of 128 bits. There copy_ is a memcpy of the driver and no kernel. Below about "
+    "8,192 tokens a copy's start takes a share of its time, so percentages can exceed 100.",
     "Outputs and gradients of every contender are compared with float64 at exact angles in the "
-    "same run. Who is off by more than {allowed} in {dtype} is shown as wrong. Contenders that "
-    "take cos and sin get them as transformers computes and rounds them.",
+    "same run. One that is off by more than {allowed} in {dtype} is shown as wrong. Contenders "
+    "that take cos and sin get them as transformers computes and rounds them.",
     "Each call gets other tensors than the one before it, as many as fill the last cache four "
-    "times, but 8 at most. Who writes over its inputs gets fresh ones, made while no clock runs.",
+    "times, but 8 at most. Contenders that write over their inputs get fresh ones, made while no "
+    "clock runs.",
     'The row with "(auto)" is what a model patched with kernels="auto", the default, does on this '
     "machine. Exact angles are computed from positions in the call; the row that is given cos and "
     "sin gets transformers' tables.",
@@ -48,8 +55,29 @@ _NOTES = (
     "Kept for backward is what one layer's call keeps until its backward, without weights and "
     "tables of cos and sin; beside outputs, without the rotated queries and keys, too, which "
     "attention keeps in any case. It grows with the tokens, so it is scaled by them to a model's.",
-    "Unsloth's norm and rotation has no gradients of the norms' weights: its backward does less.",
+    "Unsloth's norm and rotation has no gradients of the norms' weights: its backward does less. "
+    "Compare it with rope_patch with frozen weights, which has none either.",
+    "torch.compile compiles once for all lengths above one token, with the length dynamic.",
 )
+_ON_GPU = (
+    "A GPU sleeps before each call while the CPU queues the call's kernels, and longer where the "
+    'sleep ended too early. Times marked "with launches" are of calls that no sleep covered: '
+    "they include time in which the GPU waited for the CPU."
+)
+_IN_L2 = (
+    "in L2: all samples of this size, inputs and outputs, fit into the L2 cache of {megabytes:.1f} "
+    "MB, so neither the contenders nor the copy are limited by memory."
+)
+_LAUNCHES = (
+    "Launches are counted on random models with all layers, {by}. Those of norms and rotation are "
+    "what the step launches more than with rope_patch, and rope_patch's own."
+)
+_BY_PROFILER = "but narrow ones, by the profiler"
+_BY_OPERATORS = (
+    "but narrow ones, on a CPU: operators that would launch a kernel, and launches of our kernels "
+    "in Triton's interpreter"
+)
+_NOTHING_MEASURED = "Nothing was measured."
 _INTERPRETED = "Triton ran in its interpreter: times and speeds of its kernels say nothing."
 _WIDE = (
     "Whole models are random, with {layers} layers of the real width, and train on {length:,} "
@@ -73,7 +101,7 @@ def write_all(results: dict[str, Any], folder: Path) -> Path:
     Returns:
         The path of `bench.html`, which is self-contained.
     """
-    atomic_write(folder / "bench.json", as_json(results))
+    atomic_write(folder / FILE, as_json(results))
     picture = plot.draw(results)
     page = _content(results) | {"picture": picture}
     files: dict[str, str | bytes] = {
@@ -85,11 +113,6 @@ def write_all(results: dict[str, Any], folder: Path) -> Path:
     for name, content in files.items():
         atomic_write(folder / name, content)
     return folder / "bench.html"
-
-
-def as_json(results: dict[str, Any]) -> str:
-    """Return the results as strict JSON."""
-    return writer.to_json(results, indent=1) + "\n"
 
 
 def as_text(results: dict[str, Any]) -> str:
@@ -106,24 +129,40 @@ def _content(results: dict[str, Any]) -> dict[str, Any]:
     """Return the content that all formats share."""
     sections = [(str(SHAPES[shape]), shape_tables(results, shape)) for shape in results["shapes"]]
     steps = [row for row in results["steps"] if "token" in row]
-    if steps:
-        sections.append(("Whole models", [step_table(results)]))
+    launches = [row for row in results["launches"] if "whole" in row]
+    models = [step_table(results)] * bool(steps) + [launch_table(results)] * bool(launches)
+    if models:
+        sections.append(("Whole models", models))
     allowed = {str(dtype).removeprefix("torch."): limit for dtype, limit in TOLERANCES.items()}
     values = {"allowed": f"{allowed[results['dtype']]:g}", "dtype": results["dtype"]}
     notes = [_INTERPRETED] * results["interpreted"] + [note.format(**values) for note in _NOTES]
     notes += [f"Layout {name}: {meaning}." for name, meaning in LAYOUTS.items()]
+    if l2_bytes := results["l2_bytes"]:
+        notes += [_ON_GPU, _IN_L2.format(megabytes=l2_bytes / 1e6)]
+    for row in launches[:1]:
+        notes.append(_LAUNCHES.format(by=_BY_PROFILER if row["profiler"] else _BY_OPERATORS))
     for row in steps[:1]:
         about = _WIDE if row["wide"] else _NARROW
         notes.append(about.format(layers=row["layers"], length=row["train_length"]))
     return {
         "title": f"Rotating queries and keys on {results['device']}, in {results['dtype']}",
-        "verdict": list(_verdict(results)) or ["Nothing was measured."],
+        "verdict": [*_unfinished(results), *(list(_verdict(results)) or [_NOTHING_MEASURED])],
         "sections": [section for section in sections if section[1]],
         "missing": list(_not_measured_notes(results)),
         "notes": notes,
         "facts": _run_facts(results),
         "command": results.get("command"),
     }
+
+
+def _unfinished(results: dict[str, Any]) -> Iterator[str]:
+    """Yield a sentence if parts are missing."""
+    parts = len(results["missing"]) + len(results["seconds"])
+    if results["missing"]:
+        yield (
+            f"Not finished: {len(results['missing'])} of {parts} parts are missing, the next is "
+            f"{results['missing'][0]}. The same command continues."
+        )
 
 
 def _verdict(results: dict[str, Any]) -> Iterator[str]:
@@ -143,7 +182,7 @@ def _verdict(results: dict[str, Any]) -> Iterator[str]:
                 row["times"][phase]["percent"] for phase in (BOTH, FORWARD, BACKWARD)
             ]
             for row in case["rows"]
-            if row["contender"] != COPY and BOTH in row["times"] and not row["wrong"]
+            if row["contender"] not in COPIES and BOTH in row["times"] and not row["wrong"]
         }
         contenders = _verdict_rows(sorted(speeds, key=lambda name: speeds[name], reverse=True))
         texts = [
@@ -153,7 +192,7 @@ def _verdict(results: dict[str, Any]) -> Iterator[str]:
         ]
         if texts:
             size = f"{case['length']:,} tokens × {case['batch']}"
-            yield f"{shape}, {size}, of a copy's speed: {'; '.join(texts)}."
+            yield f"{shape}, {size}, of a copy's bandwidth: {'; '.join(texts)}."
 
 
 def _decoding(results: dict[str, Any], shape: str, cases: list[dict[str, Any]]) -> Iterator[str]:
@@ -163,12 +202,12 @@ def _decoding(results: dict[str, Any], shape: str, cases: list[dict[str, Any]]) 
         speeds = {
             row["contender"]: row["times"][phase]["percent"]
             for row in case["rows"]
-            if row["contender"] != COPY and phase in row["times"] and not row["wrong"]
+            if row["contender"] not in COPIES and phase in row["times"] and not row["wrong"]
         }
         contenders = _verdict_rows(sorted(speeds, key=lambda name: speeds[name], reverse=True))
         texts = [f"{results['titles'][name]} {speeds[name]:.1f}%" for name in contenders]
         if texts:
-            yield f"{shape}, 1 token × {case['batch']}, of a copy's speed: {'; '.join(texts)}."
+            yield f"{shape}, 1 token × {case['batch']}, of a copy's bandwidth: {'; '.join(texts)}."
 
 
 def _verdict_rows(best: list[str]) -> list[str]:
@@ -199,13 +238,14 @@ def _not_measured_notes(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
         places = shapes + [_case_label(case) for case in affected if case["shape"] not in shapes]
         everywhere = len(affected) == len(cases)
         yield subject if everywhere else f"{subject} ({'; '.join(places)})", reason
-    for row in results["steps"]:
-        if "not_measured" in row:
-            yield f"whole model {row['model']}", row["not_measured"]
+    for kind, name in (("steps", "whole model"), ("launches", "launches of")):
+        for row in results[kind]:
+            if "not_measured" in row:
+                yield f"{name} {row['model']}", row["not_measured"]
 
 
 def _case_label(case: dict[str, Any]) -> str:
-    return f"{case['shape']}, {case['length']:,} tokens × {case['batch']}, {case['layout']}"
+    return part_key("cases", case)
 
 
 def _run_facts(results: dict[str, Any]) -> list[tuple[str, str]]:
@@ -214,7 +254,9 @@ def _run_facts(results: dict[str, Any]) -> list[tuple[str, str]]:
         "Device": results["device"],
         "Threads": results["threads"],
         "Copy, fastest": f"{max(copies) / 1e9:,.0f} GB/s read and written" if copies else "",
+        "L2 cache": f"{results['l2_bytes'] / 1e6:.1f} MB" if results["l2_bytes"] else "",
         "Repeats": results["repeats"],
+        "Measured in": f"{sum(results['seconds'].values()) / 60:.1f} minutes",
         "Versions": ", ".join(f"{k} {v}" for k, v in results["versions"].items()),
         "Date": re.sub(r"T(\d\d:\d\d).*", r" \1 UTC", results["date"]),
     }

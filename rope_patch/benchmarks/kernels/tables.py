@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from rope_patch.benchmarks.kernels.benchmark import COPY
+from rope_patch.benchmarks.kernels.benchmark import COPIES
 from rope_patch.benchmarks.kernels.shapes import SHAPES, VIEWS
 from rope_patch.benchmarks.kernels.workers import BACKWARD, BOTH, FORWARD, GRAPH, WALL
 from rope_patch.evaluation.report.format import NOTHING
@@ -26,7 +26,9 @@ COLOURS = {
     "ours-output": "m5",
     "fla": "m6",
     "ours-tables": "m7",
+    "ours-inplace": "rest",
     "ours-reference": "control",
+    "ours-frozen": "m0",
 }
 
 PHASES = {FORWARD: "Forward", BACKWARD: "Backward", BOTH: "Forward and backward"}
@@ -54,12 +56,44 @@ def row_of(case: Case, contender: str) -> dict[str, Any]:
     return next(rows, {"contender": contender, "times": {}})
 
 
+def is_in_l2(results: dict[str, Any], case: Case) -> bool:
+    """Return whether a GPU's L2 cache holds all samples of a case, inputs and outputs."""
+    l2_bytes = results.get("l2_bytes")
+    return l2_bytes is not None and case["working_set"] <= l2_bytes
+
+
+def launch_table(results: dict[str, Any]) -> Table:
+    """Return the table of launches while one token is decoded."""
+    rows = [
+        Row(
+            name=f"{row['model']}, {row['layers']} layers",
+            cells=[
+                Cell(text=f"{count:,}")
+                for count in (row["hf"], row["ours"], row["whole"]["hf"], row["whole"]["ours"])
+            ],
+        )
+        for row in results["launches"]
+        if "whole" in row
+    ]
+    return Table(
+        name="Kernels launched for one decoded token",
+        corner="narrow layers",
+        columns=[Cell(text=head) for head in ("transformers", "rope_patch") * 2],
+        rows=rows,
+        groups=[(Cell(text="norms and rotation"), 2), (Cell(text="whole step"), 2)],
+    )
+
+
 def shape_tables(results: dict[str, Any], shape: str) -> list[Table]:
     """Return all tables of one shape."""
     tables = [
         *_speed_tables(results, shape),
         *_memory_tables(results, shape),
-        _saved_for_backward(results, shape),
+        *(
+            _saved_for_backward(results, case, shape)
+            for case in results["kept"]
+            if case["shape"] == shape
+        ),
     ]
     return [table for table in (*tables, _error_table(results, shape)) if table.rows]
 
@@ -69,16 +103,15 @@ def step_table(results: dict[str, Any]) -> Table:
     rows = []
     for r in (row for row in results["steps"] if "token" in row):
         name = f"{r['model']}, {'transformers' if r['kernels'] == 'hf' else 'rope_patch'}"
-        launches = NOTHING if r["launches"] is None else f"{r['launches']:,}"
-        cells = [_ratio_cell(r["token"]), Cell(text=launches), _ratio_cell(r["train"])]
+        cells = [_ratio_cell(r["token"]), _ratio_cell(r["train"])]
         cells.append(Cell(text=_format_bytes(r["peak"])))
         rows.append(Row(name=name, key="plain" if r["kernels"] == "hf" else "m0", cells=cells))
     return Table(
         name="Steps, as multiples of the same step with transformers' own code",
         corner="model, kernels",
-        columns=[Cell(text=head) for head in ("time", "kernels launched", "time", "peak memory")],
+        columns=[Cell(text=head) for head in ("time", "time", "peak memory")],
         rows=rows,
-        groups=[(Cell(text="one token decoded"), 2), (Cell(text="one training step"), 2)],
+        groups=[(Cell(text="one token decoded"), 1), (Cell(text="one training step"), 2)],
     )
 
 
@@ -90,13 +123,15 @@ def _speed_tables(results: dict[str, Any], shape: str) -> Iterator[Table]:
     default_cases = default_layout_cases(results, shape)
     for phase, title in PHASES.items():
         columns = [
-            _Column(f"batch {case['batch']}", f"{case['length']:,}", case, phase)
+            _Column(
+                f"batch {case['batch']}", _head(results, case, f"{case['length']:,}"), case, phase
+            )
             for case in default_cases
             if case["length"] > 1
         ]
         yield _speed_table(results, f"{title}, by tokens", columns)
     columns = [
-        _Column(f"batch {case['batch']}", title, case, phase)
+        _Column(f"batch {case['batch']}", _head(results, case, title), case, phase)
         for case in default_cases
         for phase, title in _CLOCKS.items()
         if phase in case["rows"][0]["times"]
@@ -114,6 +149,10 @@ def _speed_tables(results: dict[str, Any], shape: str) -> Iterator[Table]:
     yield _speed_table(results, f"Other layouts, {size_text}", columns)
 
 
+def _head(results: dict[str, Any], case: Case, text: str) -> str:
+    return f"{text}, in L2" if is_in_l2(results, case) else text
+
+
 def _speed_table(results: dict[str, Any], name: str, columns: list[_Column]) -> Table:
     rows = []
     for contender, title in results["titles"].items():
@@ -123,7 +162,7 @@ def _speed_table(results: dict[str, Any], name: str, columns: list[_Column]) -> 
     groups = groupby(columns, key=lambda column: column.group)
     return Table(
         name=name,
-        corner="of a copy's speed",
+        corner="of a copy's bandwidth",
         columns=[Cell(text=column.head) for column in columns],
         rows=rows,
         groups=[(Cell(text=group), len(list(members))) for group, members in groups],
@@ -139,7 +178,8 @@ def _speed_cell(row: dict[str, Any], phase: str) -> Cell:
         return Cell(text="wrong", note=f"error {worst:.1g}", tip=_format_time(time["ms"]))
     percent = f"{time['percent']:.{0 if time['percent'] >= 9.95 else 1}f}%"
     tip = f"{time['min']:.1f} to {time['max']:.1f}% in the repeats"
-    return Cell(text=percent, note=_format_time(time["ms"]), tip=tip)
+    launches = ", with launches" if time["with_launches"] else ""
+    return Cell(text=percent, note=f"{_format_time(time['ms'])}{launches}", tip=tip)
 
 
 def _memory_tables(results: dict[str, Any], shape: str) -> Iterator[Table]:
@@ -170,9 +210,8 @@ def _memory_tables(results: dict[str, Any], shape: str) -> Iterator[Table]:
     )
 
 
-def _saved_for_backward(results: dict[str, Any], shape: str) -> Table:
+def _saved_for_backward(results: dict[str, Any], case: Case, shape: str) -> Table:
     """Return the table of saved bytes, measured once per shape and scaled to a whole model."""
-    case = next(case for case in results["kept"] if case["shape"] == shape)
     layers = SHAPES[shape].layers
     rows = []
     for row in (row for row in case["rows"] if "kept" in row):
@@ -212,7 +251,7 @@ def _error_table(results: dict[str, Any], shape: str) -> Table:
             row_of(case, contender).get("errors", {}) for case in _measured_cases(results, shape)
         ]
         for contender in results["titles"]
-        if contender != COPY
+        if contender not in COPIES
     }
     names = [
         n

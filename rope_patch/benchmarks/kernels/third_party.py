@@ -20,8 +20,10 @@ import torch
 
 from rope_patch.benchmarks.kernels.implementations import Call, Implementation, Unavailable
 from rope_patch.benchmarks.kernels.shapes import Problem
+from rope_patch.utils.checksums import file_sha256
 
 _UNSLOTH = "_rope_patch_rival_unsloth"  # parent package of its files' relative imports
+_FILES = ("rotary.py", "rope_embedding.py", "qk_norm_rope.py")
 _INT32_LIMIT = 2**31  # elements beyond 32-bit indices
 
 
@@ -39,6 +41,12 @@ def third_party_implementations(folder: Path | None) -> list[Implementation]:
         ),
         Implementation(name="fla", title="FLA", build=_fla),
     ]
+
+
+def digest_files(folder: Path | None) -> dict[str, str]:
+    """Return the start of the SHA-256 of each third-party file in a folder, by name."""
+    paths = [folder / name for name in _FILES] if folder is not None else []
+    return {path.name: file_sha256(path)[:16] for path in paths if path.is_file()}
 
 
 def _liger(problem: Problem) -> Call:

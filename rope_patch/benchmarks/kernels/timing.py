@@ -15,9 +15,9 @@ from rope_patch.evaluation.measures.timed_method import time_call
 
 Thunk = Callable[[], Any]
 
-# Cycles that a GPU sleeps before a call: about a millisecond, in which the CPU queues the call's
-# kernels, so that their time excludes the launches.
-_SLEEP_CYCLES = 2_000_000
+# Cycles that a GPU sleeps before a call, at first and at most: about 1 and 70 ms.
+_FIRST_SLEEP, _LONGEST_SLEEP = 2_000_000, 128_000_000
+_SLEEP_GROWTH = 2
 
 # Calls per loop, where a single call is shorter than the overhead of a clock or a graph.
 _CALLS_PER_LOOP = 20
@@ -26,30 +26,84 @@ _CPU_CACHE = 32 * 2**20  # bytes; torch does not report it, and too much does no
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the size of the last-level cache."""
+    """Return the size of the last-level cache, an assumed one where torch does not report it."""
+    return l2_bytes(device) or _CPU_CACHE
+
+
+def l2_bytes(device: torch.device) -> int | None:
+    """Return the size of a GPU's L2 cache as torch reports it; None if it does not."""
     if device.type != "cuda":
-        return _CPU_CACHE
-    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", _CPU_CACHE)
+        return None
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", None)
 
 
-def time_calls(calls: list[Thunk]) -> list[float]:
+class QueueSleep:
+    """A GPU's sleep before a call, in which the CPU queues all of the call's kernels.
+
+    Where the sleep ends before the last kernel is queued, the GPU waits for the CPU and the time
+    includes launches. Then the calls are repeated, and the sleep is made longer for good if that
+    does not help.
+
+    Attributes:
+        cycles: Length of the sleep.
+        is_covering: Whether the sleep covers the queueing. It cannot where a call waits for the
+            device; such calls are timed with the first length.
+        is_warm: Whether the calls have run before, so that their compilation does not count.
+    """
+
+    def __init__(self) -> None:
+        self.cycles = _FIRST_SLEEP
+        self.is_covering = True
+        self.is_warm = False
+
+    def lengthen(self) -> None:
+        """Lengthen the sleep, or give up on covering the queueing."""
+        self.cycles *= _SLEEP_GROWTH
+        if self.cycles > _LONGEST_SLEEP:
+            self.cycles, self.is_covering = _FIRST_SLEEP, False
+
+
+def time_calls(prepare: Callable[[], list[Thunk]], sleep: QueueSleep) -> list[float]:
     """Return the seconds of each call, by CUDA events if there is a GPU.
 
     The results live until all calls are done, so that each call writes to different memory.
+
+    Args:
+        prepare: Returns the calls; all that is not timed is done before it returns. It is called
+            again for each repetition.
+        sleep: The sleep before each call; lengthened until it covers the queueing.
     """
-    results: list[Any] = []
     if not torch.cuda.is_available():
-        return [time_call(partial(_append_result, results, call)) for call in calls]
+        results: list[Any] = []
+        return [time_call(partial(_append_result, results, call)) for call in prepare()]
+    if not sleep.is_warm:
+        _time_queued(prepare(), sleep.cycles)
+        sleep.is_warm = True
+    is_repetition = False
+    while True:
+        seconds, is_covered = _time_queued(prepare(), sleep.cycles)
+        if is_covered or not sleep.is_covering:
+            return seconds
+        if is_repetition:  # the first time may have been another process's fault
+            sleep.lengthen()
+        is_repetition = True
+
+
+def _time_queued(calls: list[Thunk], cycles: int) -> tuple[list[float], bool]:
+    """Return the seconds of each call, and whether every sleep outlasted its call's queueing."""
+    results: list[Any] = []
     events = []
+    is_covered = True
     for call in calls:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_SLEEP_CYCLES)
+        torch.cuda._sleep(cycles)
         start.record()
         results.append(call())
+        is_covered &= not start.query()  # the event behind the sleep has not happened yet
         end.record()
         events.append((start, end))
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) / 1e3 for start, end in events]
+    return [start.elapsed_time(end) / 1e3 for start, end in events], is_covered
 
 
 def _append_result(results: list[Any], call: Thunk) -> None:
@@ -71,9 +125,9 @@ def wall_time(loop: Thunk) -> list[float]:
     return [time_call(loop) / _CALLS_PER_LOOP]
 
 
-def graph_time(graph: Thunk) -> list[float]:
+def graph_time(graph: Thunk, sleep: QueueSleep) -> list[float]:
     """Return the seconds of one call within a CUDA graph of a loop."""
-    return [time_calls([graph])[0] / _CALLS_PER_LOOP]
+    return [time_calls(lambda: [graph], sleep)[0] / _CALLS_PER_LOOP]
 
 
 def capture_graph(loop: Thunk) -> Thunk:

@@ -19,6 +19,44 @@ FORWARD, BACKWARD, BOTH, WALL, GRAPH = "forward", "backward", "both", "wall", "g
 TRAINING = (FORWARD, BACKWARD, BOTH)
 
 
+def moved_bytes(problem: Problem, phase: str) -> int:
+    """Return the bytes that any implementation of a phase must read and write.
+
+    A rotation reads and writes N bytes in each direction. Backward of the norm reads the gradients
+    and what forward saved, and writes the inputs' gradients: 3 N.
+    """
+    backward = 3 if problem.weights else 2
+    return problem.bytes * {BACKWARD: backward, BOTH: 2 + backward}.get(phase, 2)
+
+
+def copied_bytes(problem: Problem, phase: str) -> int:
+    """Return the bytes that the copy beside a phase reads and writes."""
+    return problem.bytes * (4 if phase == BOTH else 2)
+
+
+class Clock:
+    """The clock of one phase: a call of it runs the phase on every sample.
+
+    Args:
+        time: Returns the seconds per call.
+        sleep: The GPU's sleep before each call; None if there is none.
+    """
+
+    def __init__(
+        self, time: Callable[[], list[float]], sleep: timing.QueueSleep | None = None
+    ) -> None:
+        self._time, self._sleep = time, sleep
+
+    def __call__(self) -> list[float]:
+        """Return the seconds per call."""
+        return self._time()
+
+    @property
+    def includes_launches(self) -> bool:
+        """Return whether the GPU waited for launches, against the intention."""
+        return self._sleep is not None and not self._sleep.is_covering
+
+
 class TimedCalls(ABC):
     """Base class of timed calls, one per sample."""
 
@@ -29,27 +67,41 @@ class TimedCalls(ABC):
     def prepare(self, phase: str, index: int) -> Thunk:
         """Return the timed part of a phase on a sample; all else is done before."""
 
-    def clock(self, phase: str) -> Callable[[], list[float]]:
-        """Return a function that runs a phase on every sample and returns the seconds per call.
+    def clock(self, phase: str) -> Clock:
+        """Return the clock of a phase.
 
         A single token is timed in a loop, because one call is shorter than a clock's overhead.
         """
+        sleep = timing.QueueSleep()
         if phase in TRAINING:
-            return lambda: timing.time_calls(self._prepare_all(phase))
+            prepare = partial(self._prepare_all, phase)
+            return Clock(partial(timing.time_calls, prepare, sleep), sleep)
         loop = torch.no_grad()(timing.unrolled(self._prepare_all(phase)))
         if phase == WALL:
-            return partial(timing.wall_time, loop)
-        return partial(timing.graph_time, timing.capture_graph(loop))
+            return Clock(partial(timing.wall_time, loop))
+        return Clock(partial(timing.graph_time, timing.capture_graph(loop), sleep), sleep)
 
     def _prepare_all(self, phase: str) -> list[Thunk]:
         return [self.prepare(phase, index) for index in range(self._count)]
 
 
 class CopyBaseline(TimedCalls):
-    """The baseline: a copy of as many bytes as queries and keys have."""
+    """A copy of as many bytes as queries and keys have, by `copy_` or another function.
 
-    def __init__(self, problem: Problem, count: int) -> None:
+    Args:
+        problem: The problem.
+        count: Copies in turn.
+        copy: Copies the second tensor into the first one.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        count: int,
+        copy: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_,
+    ) -> None:
         super().__init__(count)
+        self._copy = copy
         size = (2, problem.bytes // problem.dtype.itemsize)  # forward's and backward's
         self._sources = [
             torch.randn(size, dtype=problem.dtype, device=problem.device) for _ in range(count)
@@ -59,7 +111,13 @@ class CopyBaseline(TimedCalls):
     def prepare(self, phase: str, index: int) -> Thunk:
         """See `TimedCalls.prepare`."""
         part = slice(None) if phase == BOTH else int(phase == BACKWARD)
-        return partial(self._targets[index][part].copy_, self._sources[index][part])
+        return partial(self._copy, self._targets[index][part], self._sources[index][part])
+
+    def require_exact(self) -> None:
+        """Raise RuntimeError if a copy differs from its source."""
+        self.prepare(BOTH, 0)()
+        if not torch.equal(self._targets[0], self._sources[0]):
+            raise RuntimeError("the copy differs from its source")
 
 
 class ImplementationRun(TimedCalls):
@@ -81,8 +139,15 @@ class ImplementationRun(TimedCalls):
         return partial(self._call, sample.q, sample.k)
 
     def relative_errors(self) -> dict[str, float]:
-        """Return the errors against float64; see `ground_truth.relative_errors`."""
+        """Return the errors against float64; see `ground_truth.relative_errors`.
+
+        A single token is a decode step, which has no gradients.
+        """
         sample = self._sample(0)
+        if self._problem.length == 1:
+            with torch.no_grad():
+                outputs = self._call(sample.q, sample.k)
+            return relative_errors(self._problem, self._samples[0], outputs, ())
         rotated = self._call(sample.q, sample.k)
         outputs = [x.detach().clone() for x in rotated]  # the backward pass may work in place, too
         gradients = self._backward(rotated, sample)

@@ -55,14 +55,17 @@ def launch_forward(
     interleaved: bool,
     heads_dim: int,
     save: bool,
+    inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward kernel; its results equal `rope_patch.ops.reference.qk_norm_rope`.
+
+    In place it overwrites q and k: a program reads its heads before it writes them.
 
     Returns:
         Queries and keys, and if `save`, the reciprocal norms of both in float32: `[B, S, H]`, or
         `[B, S]` where heads are normed together.
     """
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    q_out, k_out = (q, k) if inplace else (torch.empty_like(q), torch.empty_like(k))
     if save:
         q_rstd, k_rstd = (_empty_rstd(x, heads_dim, q_weight.ndim == 2) for x in (q, k))
     else:
@@ -75,7 +78,7 @@ def launch_forward(
         packed_freqs.shape, packed_freqs.stride(), packed_freqs.dtype,
         None if sections is None else (sections.shape, sections.stride(), sections.dtype),
         q.device, k.device, q_weight.device, k_weight.device, positions.device, packed_freqs.device,
-        eps, offset, interleaved, heads_dim, save,
+        eps, offset, interleaved, heads_dim, save, inplace,
     )  # fmt: skip
 
     if q.numel() or k.numel():

@@ -30,12 +30,15 @@ class ForwardUsage:
         problem: Why nothing else can take the place of cos and sin, or None.
         norm_names: Attributes of the norms whose results go straight into the rotation, for
             queries and keys.
+        rebinds: Whether every call assigns its results to the names of its arguments, so that no
+            name is left for the tensors before their rotation.
     """
 
     rotates: bool
     one_tensor: bool = False
     problem: str | None = None
     norm_names: tuple[str, str] | None = None
+    rebinds: bool = False
 
 
 def inspect_forward(module_class: Any) -> ForwardUsage:
@@ -80,7 +83,8 @@ def _parse_forward(module_class: Any) -> ForwardUsage:
         q_norm, k_norm = (_norm_before(body, calls[0], a) for a in calls[0].args[:2])
         if q_norm and k_norm:
             norms = (q_norm, k_norm)
-    return ForwardUsage(rotates=True, one_tensor=bool(single), norm_names=norms)
+    rebinds = all(any(_rebinds(n, call, count) for n in ast.walk(tree)) for call in calls)
+    return ForwardUsage(True, bool(single), norm_names=norms, rebinds=rebinds)
 
 
 def undecorated_forward(module_class: Any) -> Any:
@@ -98,6 +102,16 @@ def rotates_one_tensor(function: Any) -> bool | None:
     if names[:4] == ["q", "k", *_ANGLES]:
         return False
     return True if names[:3] == ["x", *_ANGLES] else None
+
+
+def _rebinds(node: ast.AST, call: ast.Call, count: int) -> bool:
+    """Return whether a node assigns a call's results to the names of its first arguments."""
+    if not isinstance(node, ast.Assign) or node.value is not call or len(node.targets) != 1:
+        return False
+    target = node.targets[0]
+    targets = target.elts if isinstance(target, ast.Tuple) else [target]
+    names = [argument.id for argument in call.args[:count] if isinstance(argument, ast.Name)]
+    return len(names) == count and [getattr(t, "id", None) for t in targets] == names
 
 
 def _norm_before(body: list[ast.stmt], call: ast.Call, argument: ast.expr) -> str | None:

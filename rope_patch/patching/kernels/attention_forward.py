@@ -27,8 +27,12 @@ from rope_patch.patching.architecture.attention_source import (
     undecorated_forward,
 )
 from rope_patch.patching.defaults import torch_defaults
+from rope_patch.patching.kernels.exclusive_memory import are_exclusive, is_overwriting_possible
 from rope_patch.patching.kernels.position_passthrough import use_exact_positions
 from rope_patch.patching.undo_log import UndoLog
+
+# Smaller queries and keys are copied, because the proof that nobody reads them takes longer.
+_MIN_OVERWRITTEN_NUMEL = 2**17
 
 
 class ReboundForward(ABC):
@@ -89,7 +93,9 @@ class PatchedAttentionForward(ReboundForward):
         self.interleaved = interleaved
         self.halve_tables = halved
         self.norm_spec = shared_norm_spec(module)
-        self.norm_names: tuple[str, ...] = inspect_forward(type(module)).norm_names or ()
+        usage = inspect_forward(type(module))
+        self.norm_names: tuple[str, ...] = usage.norm_names or ()
+        self.rebinds = usage.rebinds
         super().__init__(module)
 
     def names(self, function: Any) -> dict[str, Any]:
@@ -108,6 +114,7 @@ class PatchedAttentionForward(ReboundForward):
         unsqueeze_dim: int = 1,
     ) -> Any:
         """Replace `apply_rotary_pos_emb`: by cos and sin, or positions and packed frequencies."""
+        overwrites = self._may_overwrite(q.numel() + k.numel()) and are_exclusive(q, k)
         deferred = (
             self.norm_spec is not None
             and use_exact_positions(q, self.kernels)
@@ -116,11 +123,12 @@ class PatchedAttentionForward(ReboundForward):
         if cos.is_floating_point():
             if deferred:
                 q, k = self._normalize(q, k, unsqueeze_dim)
-            return self._rotate_from_cos_sin(q, k, cos, sin, unsqueeze_dim)
+            return self._rotate_from_cos_sin(q, k, cos, sin, unsqueeze_dim, overwrites)
         options: Any = {
             "interleaved": self.interleaved,
             "heads_dim": unsqueeze_dim,
             "kernels": self.kernels,
+            "inplace": overwrites and self.kernels != "reference",  # which would make copies first
         }
         if not deferred:
             return rope(q, k, cos, sin, **options)
@@ -133,14 +141,24 @@ class PatchedAttentionForward(ReboundForward):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> torch.Tensor:
         """Replace an `apply_rotary_pos_emb` that rotates one tensor."""
+        overwrites = self._may_overwrite(x.numel()) and are_exclusive(x)
         if cos.is_floating_point():
-            return self._rotate_from_cos_sin(x, None, cos, sin, unsqueeze_dim)
-        options: Any = {"interleaved": self.interleaved, "heads_dim": unsqueeze_dim}
+            return self._rotate_from_cos_sin(x, None, cos, sin, unsqueeze_dim, overwrites)
+        options: Any = {
+            "interleaved": self.interleaved,
+            "heads_dim": unsqueeze_dim,
+            "inplace": overwrites and self.kernels != "reference",
+        }
         return rope(x, None, cos, sin, kernels=self.kernels, **options)[0]
 
     def norms_are_deferred(self) -> bool:
         """Return whether both norms pass their input through, so that `rotate` applies them."""
         return all(_is_still_deferred(self.module, name) for name in self.norm_names)
+
+    def _may_overwrite(self, numel: int) -> bool:
+        """Return whether queries and keys are overwritten if nothing else can read them."""
+        is_large = numel >= _MIN_OVERWRITTEN_NUMEL
+        return is_large and self.rebinds and is_overwriting_possible(self.module)
 
     def _rotate_from_cos_sin(
         self,
@@ -149,6 +167,7 @@ class PatchedAttentionForward(ReboundForward):
         cos: torch.Tensor,
         sin: torch.Tensor,
         heads_dim: int,
+        may_overwrite: bool,
     ) -> Any:
         tensors = (q, cos, sin) if k is None else (q, k, cos, sin)
         if q.device.type != "cpu" or torch.compiler.is_compiling() or needs_plain_torch():
@@ -156,7 +175,8 @@ class PatchedAttentionForward(ReboundForward):
         if self.halve_tables:
             cos, sin = (c[..., : c.shape[-1] // 2] for c in (cos, sin))
         options: Any = {"heads_dim": heads_dim, "repeated": not self.halve_tables}
-        rotated = rope_from_cos_sin(q, k, cos, sin, interleaved=self.interleaved, **options)
+        options |= {"interleaved": self.interleaved, "may_overwrite": may_overwrite}
+        rotated = rope_from_cos_sin(q, k, cos, sin, **options)
         return rotated[0] if k is None else rotated
 
     def _normalize(

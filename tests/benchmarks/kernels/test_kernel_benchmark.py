@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from rope_patch.benchmarks.kernels import benchmark, ground_truth, timing
+from rope_patch.benchmarks.kernels import (
+    benchmark,
+    copy_kernel,
+    ground_truth,
+    implementations,
+    timing,
+)
 from rope_patch.benchmarks.kernels.benchmark import KernelBenchRequest, bench
 from rope_patch.benchmarks.kernels.implementations import (
     Implementation,
@@ -20,10 +26,17 @@ from rope_patch.benchmarks.kernels.shapes import (
     Problem,
     samples_needed,
 )
-from rope_patch.benchmarks.kernels.workers import ImplementationRun
+from rope_patch.benchmarks.kernels.workers import (
+    TRAINING,
+    CopyBaseline,
+    ImplementationRun,
+    copied_bytes,
+    moved_bytes,
+)
+from rope_patch.ops import dispatch
 
 pytestmark = pytest.mark.usefixtures("without_interpreter")
-NAMES = ("hf", "ours", "ours-output", "ours-tables", "liger")
+NAMES = ("hf", "ours", "ours-output", "ours-tables", "ours-inplace", "liger")
 
 
 def problem(shape="qwen3-8b", length=6, layout=VIEWS, **changes):
@@ -75,6 +88,14 @@ def build_in_place(case):
     return call
 
 
+def test_the_contender_in_place_overwrites_its_inputs():
+    case = problem("llama-3-8b", length=8)
+    sample = case.sample(0).clone()
+    rotated = builtin("ours-inplace").build(case)(sample.q, sample.k)
+    for x, out in zip((sample.q, sample.k), rotated, strict=True):
+        assert out.data_ptr() == x.data_ptr()
+
+
 @pytest.fixture(scope="module")
 def results():
     shapes = ("llama-3-8b", "qwen3-8b")
@@ -113,7 +134,8 @@ def test_implementations_report_small_errors(results):
         for row in case["rows"]:
             if row["contender"] != "copy" and "not_measured" not in row:
                 weights = {"dw"} if case["shape"] == "qwen3-8b" else set()
-                assert set(row["errors"]) == {"q", "k", "dq", "dk"} | weights
+                gradients = {"dq", "dk"} | weights if case["length"] > 1 else set()
+                assert set(row["errors"]) == {"q", "k"} | gradients
                 assert max(row["errors"].values()) < 1e-6
                 assert row["wrong"] is False
 
@@ -285,3 +307,83 @@ def test_invalid_requests_are_refused(changes, message):
 def test_rivals_must_be_a_folder(tmp_path):
     with pytest.raises(ValueError, match="rivals must be a folder"):
         bench(KernelBenchRequest(rivals=tmp_path / "none"))
+
+
+def test_norm_backward_must_move_half_as_much_again():
+    """It reads the gradients and the inputs, and writes the inputs' gradients."""
+    for shape, backward in (("llama-3-8b", 2), ("qwen3-8b", 3)):
+        case = problem(shape)
+        moved = {phase: moved_bytes(case, phase) / case.bytes for phase in TRAINING}
+        assert moved == {"forward": 2, "backward": backward, "both": 2 + backward}
+        copied = {phase: copied_bytes(case, phase) / case.bytes for phase in TRAINING}
+        assert copied == {"forward": 2, "backward": 2, "both": 4}
+
+
+def test_share_scales_percentages_exactly():
+    times, copy = [[0.2, 0.4], [0.2, 0.2]], [[0.1, 0.2], [0.2, 0.2]]
+    once = benchmark._relative_to_copy(times, copy, 1)
+    more = benchmark._relative_to_copy(times, copy, 1.5)
+    assert (once["percent"], once["min"], once["max"]) == pytest.approx((200 / 3, 50, 100))
+    assert {k: more[k] / once[k] for k in once} == pytest.approx(
+        {"ms": 1, "percent": 1.5, "min": 1.5, "max": 1.5}
+    )
+
+
+def test_faster_copy_is_the_baseline(monkeypatch):
+    case = problem("llama-3-8b")
+
+    def slow(target, source):
+        for _ in range(50):
+            target.copy_(source)
+
+    copies = {"copy": CopyBaseline(case, 1, slow), "copy-kernel": CopyBaseline(case, 1)}
+    monkeypatch.setattr(benchmark, "_copies", lambda *_: copies)
+    rows = run(case, builtin("hf"))
+    for phase in ("forward", "backward", "both"):
+        assert rows["copy-kernel"]["times"][phase]["percent"] == 100
+        assert rows["copy"]["times"][phase]["percent"] < 60
+    once = rows["copy-kernel"]["times"]["forward"]["ms"]
+    assert rows["copy"]["bytes_per_second"] == pytest.approx(2 * case.bytes / once * 1e3)
+
+
+def test_wrong_copy_is_refused():
+    copy = CopyBaseline(problem(), 1, lambda target, source: target[1:].copy_(source[1:]))
+    with pytest.raises(RuntimeError, match="the copy differs from its source"):
+        copy.require_exact()
+
+
+@pytest.mark.skipif(not dispatch.is_interpreted(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copy_kernel_copies(dtype):
+    CopyBaseline(problem(length=3, dtype=dtype), 1, copy_kernel.copy).require_exact()
+
+
+def test_our_frozen_weights_have_no_gradients():
+    rows = run(problem(), builtin("ours"), builtin("ours-frozen"))
+    assert set(rows["ours"]["errors"]) - set(rows["ours-frozen"]["errors"]) == {"dw"}
+    assert max(rows["ours-frozen"]["errors"].values()) < 1e-6
+    unnormed = run(problem("llama-3-8b"), builtin("ours-frozen"))["ours-frozen"]
+    assert unnormed["not_measured"] == "a rotation has no weights"
+
+
+@pytest.mark.parametrize("shape", ["llama-3-8b", "gemma-3-12b"])
+def test_one_compilation_serves_all_lengths(shape, monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **k: compile_(f, backend=backend, **k))
+    implementations._compiled_for.cache_clear()
+    counts = []
+    for length, layout in ((3, VIEWS), (8, VIEWS), (129, VIEWS), (8, PACKED), (1, VIEWS)):
+        case = problem(shape, length=length, layout=layout)
+        worker = ImplementationRun(builtin("hf-compile"), case, [case.sample(n) for n in range(2)])
+        assert max(worker.relative_errors().values()) < 1e-5
+        if length > 1:  # a single token is timed without gradients
+            worker.prepare("forward", 1)()
+        counts.append(len(graphs))
+    implementations._compiled_for.cache_clear()
+    assert counts == [1, 1, 1, 2, 3]

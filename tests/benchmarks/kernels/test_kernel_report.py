@@ -16,6 +16,8 @@ from rope_patch.benchmarks.kernels.implementations import (
     auto_implementation,
     builtin_implementations,
 )
+from rope_patch.benchmarks.kernels.run_state import read_results
+from rope_patch.benchmarks.kernels.tables import launch_table
 from rope_patch.cli import app
 from rope_patch.cli import bench as benchmarking
 from rope_patch.patching.kernels import attention_forward
@@ -95,6 +97,33 @@ def test_page_is_self_contained(run):
         assert word not in page
 
 
+def test_sizes_in_l2_and_times_with_launches_are_marked(run, tmp_path):
+    """As on a GPU, where the cache's size is known."""
+    results = read_results(run[1])
+    case = next(c for c in results["cases"] if c["length"] == 8)
+    row = next(row for row in case["rows"] if row["contender"] == "hf")
+    for l2_bytes, head in ((case["working_set"], "8, in L2"), (case["working_set"] - 1, "8")):
+        for waits in (False, True):
+            row["times"]["forward"]["with_launches"] = waits
+            report.write_all(results | {"l2_bytes": l2_bytes}, tmp_path)
+            page = (tmp_path / "bench.html").read_text()
+            table = Tables(page).found["Forward, by tokens"]
+            assert table[1][-1] == head
+            assert table[3][-1].endswith(", with launches") == waits
+            assert f"L2 cache of {l2_bytes / 1e6:.1f} MB" in page
+            assert ("in L2</text>" in page or "<!-- in L2 -->" in page) == (head != "8")
+    assert "in L2" not in (run[1] / "bench.html").read_text()  # the CPU's is not known
+
+
+def test_launches_are_shown():
+    row = {"model": "qwen3-8b", "layers": 36, "hf": 945, "ours": 36, "profiler": False}
+    row["whole"] = {"hf": 2037, "ours": 1128}
+    table = launch_table({"launches": [row, {"model": "x", "not_measured": "y"}]})
+    assert [(r.name, [cell.text for cell in r.cells]) for r in table.rows] == [
+        ("qwen3-8b, 36 layers", ["945", "36", "2,037", "1,128"])
+    ]
+
+
 def test_json_output(tmp_path):
     options = ("--contenders", "hf", "--no-model-steps", "--rivals", str(tmp_path))
     result = bench(*TINY, *options, "--json", "--out", str(tmp_path))
@@ -138,11 +167,10 @@ def test_report_without_measurements(monkeypatch, tmp_path):
 
 
 def test_model_steps_are_measured():
-    rows = model_steps.measure(("gemma-3-12b",), torch.device("cpu"), torch.float32, repeats=1)
+    rows = model_steps.measure("gemma-3-12b", torch.device("cpu"), torch.float32, repeats=1)
     assert [row["kernels"] for row in rows] == ["hf", "auto"]
     for row in rows:
         assert row["peak"] > 0
-        assert row["launches"] is None
         for phase in ("token", "train"):
             assert row[phase]["min"] <= row[phase]["ratio"] <= row[phase]["max"]
     assert rows[0]["token"]["ratio"] == rows[0]["train"]["ratio"] == 1
@@ -164,8 +192,8 @@ def test_row_of_auto_is_marked_and_single_tokens_have_a_verdict(tmp_path):
     )
     text = report.as_text(benchmark.bench(request))
     _, normed, plain, *lines = text.splitlines()
-    assert normed.startswith("qwen3-8b, 1 token × 1, of a copy's speed: rope_patch, ")
-    assert plain.startswith("llama-3-8b, 1 token × 1, of a copy's speed: rope_patch, ")
+    assert normed.startswith("qwen3-8b, 1 token × 1, of a copy's bandwidth: rope_patch, ")
+    assert plain.startswith("llama-3-8b, 1 token × 1, of a copy's bandwidth: rope_patch, ")
     rows = [line.strip() for line in lines if line.startswith("  rope_patch")]
     assert any(row.startswith("rope_patch, cos and sin given (auto)  ") for row in rows)
     assert any(row.startswith("rope_patch, exact angles  ") for row in rows)
@@ -191,7 +219,7 @@ def test_auto_is_the_implementation_of_a_patched_model(monkeypatch):
 
 def test_failing_model_reports_a_reason(monkeypatch):
     monkeypatch.setattr(model_steps, "KERNELS", ("hf", "none such"))
-    rows = model_steps.measure(("llama-3-8b",), torch.device("cpu"), torch.float32, repeats=1)
+    rows = model_steps.measure("llama-3-8b", torch.device("cpu"), torch.float32, repeats=1)
     assert rows[0]["model"] == "llama-3-8b"
     assert "none such" in rows[0]["not_measured"]
 
@@ -217,7 +245,7 @@ def test_options_of_the_other_benchmark_are_refused(arguments, message):
 def test_results_are_written_without_the_plot_packages(tmp_path, monkeypatch, capsys):
     results = {"cases": [1]}
     monkeypatch.setattr(
-        "rope_patch.benchmarks.kernels.benchmark.bench", lambda request: dict(results)
+        "rope_patch.benchmarks.kernels.benchmark.bench", lambda request, folder: dict(results)
     )
     monkeypatch.delattr("rope_patch.benchmarks.kernels.report")
     monkeypatch.setitem(sys.modules, "rope_patch.benchmarks.kernels.report", None)

@@ -188,6 +188,7 @@ NORM_CHANGES = {
 FORWARD_CHANGES = {
     "another eps": lambda x: {"eps": 1e-5},
     "not for training": lambda x: {"save": False},
+    "in place": lambda x: {"inplace": True},
 }
 BACKWARD_CHANGES = {
     "by the output": lambda x: {"recompute_input": True},

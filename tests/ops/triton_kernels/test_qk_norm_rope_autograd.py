@@ -124,6 +124,37 @@ def test_inputs_changed_before_backward_are_an_error(changed, save):
         outputs[1].sum().backward()
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference", "triton"])
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_place_matches_and_returns_the_inputs(dtype, across, kernels):
+    rotation = make_rotation(48)  # of 64 dimensions
+    q, k, *weights = (x.detach() for x in make_inputs(rotation, across=across, dtype=dtype))
+    rest = (*weights, rotation.positions.to(DEVICE), rotation.packed_freqs)
+    expected = ops.qk_norm_rope(q, k, *rest, eps=EPS, kernels=kernels)
+    assert not expected[0].equal(q)
+    version = q._version
+    got = ops.qk_norm_rope(q, k, *rest, eps=EPS, kernels=kernels, inplace=True)
+    assert got[0] is q
+    assert got[1] is k
+    assert q._version > version
+    assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_gradients_in_place_are_an_error(kernels):
+    rotation = make_rotation(48)
+    q, k, *weights = make_inputs(rotation)
+    values = q.detach().clone()
+    rest = (*weights, rotation.positions.to(DEVICE), rotation.packed_freqs)
+    with pytest.raises(ValueError, match=r"inplace=True overwrites q and k.*torch.no_grad"):
+        ops.qk_norm_rope(q.detach(), k.detach(), *rest, eps=EPS, kernels=kernels, inplace=True)
+    assert q.equal(values)
+    with torch.no_grad():
+        got, _ = ops.qk_norm_rope(q, k, *rest, eps=EPS, kernels=kernels, inplace=True)
+    assert got is q
+
+
 @pytest.mark.parametrize("save", ["input", "output"])
 def test_second_derivatives_are_an_error(save):
     rotation = make_rotation(48, tokens=1)

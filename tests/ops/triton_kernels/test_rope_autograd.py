@@ -210,7 +210,7 @@ def test_in_place_over_a_saved_tensor_is_an_error():
         outputs.sum().backward()
 
 
-@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("kernels", ["auto", "reference", "triton"])
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "queries-alone"])
 def test_in_place_matches_and_returns_the_inputs(kernels, keys):
     q, k = torch.randn(2, 3, 5, 80), torch.randn(2, 3, 1, 80) if keys else None
@@ -223,7 +223,7 @@ def test_in_place_matches_and_returns_the_inputs(kernels, keys):
         assert a is b or a.equal(b)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("kernels", ["auto", "reference", "triton"])
 def test_autograd_handles_in_place_rotation(kernels):
     positions, packed_freqs = torch.arange(3), ops.pack_frequencies(0.9 ** torch.arange(4))
     x = torch.randn(2, 3, 2, 8, requires_grad=True)
