@@ -7,7 +7,7 @@ autograd function, but a graph does not pay it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -135,6 +135,9 @@ def rope_kernel(
 
 # -- launch ----------------------------------------------------------------------------------------
 
+# Strides of results for queries and for keys; None: like the input.
+Layouts: TypeAlias = "tuple[tuple[int, ...] | None, tuple[int, ...] | None]"
+
 _launcher = Launcher(rope_kernel)
 
 
@@ -149,25 +152,28 @@ def launch(
     conjugate: bool,
     inplace: bool = False,
     stochastic: bool = False,
+    layouts: Layouts = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch the kernel; its results equal `rope_patch.ops.reference.rope`.
 
     Args:
         inplace: Overwrite q and k.
         stochastic: Round as `rope_patch.ops.reference.rerotate_` does.
+        layouts: Strides of the results; None: like q or k.
     """
     if k is not None and k.dtype != q.dtype:  # a tile has one dtype
         settings = (interleaved, heads_dim, conjugate, inplace, stochastic)
         q_out, k_out = (
-            launch(x, None, positions, packed_freqs, sections, *settings)[0] for x in (q, k)
+            launch(x, None, positions, packed_freqs, sections, *settings, (layout, None))[0]
+            for x, layout in zip((q, k), layouts, strict=True)
         )
         return q_out, k_out
-    q_out = q if inplace else torch.empty_like(q)
+    q_out = q if inplace else _empty(q, layouts[0])
     keys, keys_out = q, q_out  # without keys, the kernel does not read these pointers
     k_out = None
     if k is not None:
         keys = k
-        keys_out = k_out = k if inplace else torch.empty_like(k)
+        keys_out = k_out = k if inplace else _empty(k, layouts[1])
     axes = packed_freqs if sections is None else sections
     key = (
         q.shape, q.stride(), q.dtype, keys.shape, keys.stride(), keys.dtype, k is None,
@@ -175,7 +181,7 @@ def launch(
         packed_freqs.shape, packed_freqs.stride(), packed_freqs.dtype,
         None if sections is None else (sections.shape, sections.stride(), sections.dtype),
         q.device, keys.device, positions.device, packed_freqs.device, interleaved, heads_dim,
-        conjugate, inplace, stochastic,
+        conjugate, inplace, stochastic, layouts,
     )  # fmt: skip
 
     if q.numel() or (k is not None and k.numel()):
@@ -187,6 +193,12 @@ def launch(
             sections, settings,
         )  # fmt: skip
     return q_out, k_out
+
+
+def _empty(x: torch.Tensor, layout: tuple[int, ...] | None) -> torch.Tensor:
+    if layout is None:
+        return torch.empty_like(x)
+    return torch.empty_strided(x.shape, layout, dtype=x.dtype, device=x.device)
 
 
 def _make_spec(
@@ -231,7 +243,11 @@ def _make_spec(
 
 
 class RopeFunction(torch.autograd.Function):
-    """Rotation; its gradient is the backward rotation, and so on for higher derivatives."""
+    """Rotation; its gradient is the backward rotation, and so on for higher derivatives.
+
+    Gradients get the memory layout of q and k, whatever that of the incoming gradients is: then the
+    view that split a projection into heads passes its gradient on without a copy.
+    """
 
     @staticmethod
     def forward(
@@ -245,30 +261,39 @@ class RopeFunction(torch.autograd.Function):
         heads_dim: int,
         conjugate: bool,
         inplace: bool,
+        layouts: Layouts = (None, None),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.save_for_backward(positions, packed_freqs, sections)
         ctx.set_materialize_grads(False)
         ctx.settings = (interleaved, heads_dim, not conjugate)
         if inplace:
             ctx.mark_dirty(*(x for x in (q, k) if x is not None))
-        return launch(
-            q, k, positions, packed_freqs, sections, interleaved, heads_dim, conjugate, inplace
-        )
+        rotated = launch(
+            q, k, positions, packed_freqs, sections, interleaved, heads_dim, conjugate, inplace,
+            False, layouts,
+        )  # fmt: skip
+        # In place, q and k are no views, and second derivatives can have any layout.
+        keeps = not inplace and layouts == (None, None)
+        ctx.layouts = tuple(x.stride() if keeps and x is not None else None for x in rotated)
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         needed_grads = [g if n else None for g, n in zip(grads, ctx.needs_input_grad)]  # noqa: B905
-        rotated = _rotate_grads(*needed_grads, *ctx.saved_tensors, *ctx.settings)
-        return *rotated, None, None, None, None, None, None, None
+        rotated = _rotate_grads(*needed_grads, *ctx.saved_tensors, *ctx.settings, ctx.layouts)
+        return *rotated, None, None, None, None, None, None, None, None
 
 
 def _rotate_grads(
-    q: torch.Tensor | None, k: torch.Tensor | None, *rest: Any
+    q: torch.Tensor | None, k: torch.Tensor | None, *rest_and_layouts: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Rotate those of the two gradients that exist, in one launch."""
+    *rest, layouts = rest_and_layouts
     if q is None:
-        return (None, None) if k is None else (None, RopeFunction.apply(k, None, *rest, False)[0])
-    return RopeFunction.apply(q, k, *rest, False)
+        if k is None:
+            return None, None
+        return None, RopeFunction.apply(k, None, *rest, False, (layouts[1], None))[0]
+    return RopeFunction.apply(q, k, *rest, False, layouts)
 
 
 # -- custom op, for graphs -------------------------------------------------------------------------

@@ -176,6 +176,12 @@ ROPE_CHANGES = {
     "in place": lambda x: {"inplace": True},
     "stochastic": lambda x: {"stochastic": True},
     "queries alone": lambda x: {"k": None},
+    "results of other strides": lambda x: {
+        "layouts": (empty(2, 4, 4, 128)[..., :64].stride(), None)
+    },
+    "keys' results of other strides": lambda x: {
+        "layouts": (None, empty(2, 4, 2, 128)[..., :64].stride())
+    },
 }
 NORM_CHANGES = {
     "queries of another dtype": lambda x: {"q": x["q"].float()},
