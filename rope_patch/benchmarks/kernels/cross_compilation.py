@@ -82,14 +82,17 @@ def record_launch(job: Job) -> LaunchRecorder:
     positions = _empty(1, job.tokens, dtype=torch.int64)
     packed_freqs = _empty(rotary_dim // 2 + 1, dtype=torch.int64)
     where: Any = (positions, packed_freqs, None)
+    settings: Any
     with _recorders() as recorders:
         if job.kernel == "re-rotation":
-            rope.launch(k, None, *where, job.interleaved, 1, False, True, True)
+            settings = (job.interleaved, 1, False, True, True)
+            rope.launch(k, None, *where, *settings)
         elif job.kernel in ROPE_KERNELS:
-            rope.launch(q, k, *where, job.interleaved, 1, job.kernel == "rope backwards")
+            settings = (job.interleaved, 1, job.kernel == "rope backwards")
+            rope.launch(q, k, *where, *settings)
         elif job.kernel == "norm":
-            settings: Any = (1e-6, 0.0, job.interleaved, 1, True)
-            qk_norm_rope.launch_forward(q, k, *weights, *where, *settings)
+            settings = (*weights, *where, 1e-6, 0.0, job.interleaved, 1, True)
+            qk_norm_rope.launch_forward(q, k, *settings)
         else:
             rows = [(1, job.tokens, *(() if job.norm_all_heads else (n,))) for n in job.heads]
             rstds = [_empty(*row, dtype=torch.float32) for row in rows]

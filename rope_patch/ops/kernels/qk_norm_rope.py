@@ -201,7 +201,12 @@ def _make_backward_spec(
     return LaunchSpec(
         (programs, 2, shares),
         (tokens, *scalars),
-        {**constexprs, "RECOMPUTE_INPUT": recompute_input, "WEIGHTS": weights},
+        {
+            **constexprs,
+            "RECOMPUTE_INPUT": recompute_input,
+            "WEIGHTS": weights,
+            "SHARED": shares > 1,
+        },
         _WARPS_ALL_HEADS if norm_all_heads else 1,
     )
 

@@ -163,7 +163,7 @@ def _gradients(
     positions_a, positions_b, positions_s, freqs_b, D: tl.constexpr, R: tl.constexpr,
     PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
     SECTIONS: tl.constexpr, OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr,
-    RECOMPUTE_INPUT: tl.constexpr, WEIGHTS: tl.constexpr,
+    RECOMPUTE_INPUT: tl.constexpr, WEIGHTS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of this program's share of queries or keys, for all its tokens."""
     shared: tl.constexpr = HEADS if NORM_ALL_HEADS else 1
@@ -172,6 +172,8 @@ def _gradients(
         weight, heads, weight_h, 0, OFFSET, D, R, PAIRS, UNROTATED, shared, INTERLEAVED
     )
     size = D * heads if NORM_ALL_HEADS else D
+    first_row = tl.program_id(2) * HEADS if SHARED else 0
+    step = tl.num_programs(2) * HEADS if SHARED else HEADS
     if RECOMPUTE_INPUT:  # divide once, not for each head; masked weights are 0
         inverse1 = 1.0 / tl.where(w1 == 0, 1.0, w1)
         inverse2 = 1.0 / tl.where(w2 == 0, 1.0, w2)
@@ -191,7 +193,7 @@ def _gradients(
         g = grad + b * grad_b + s * grad_s
         x_grad = out + b * out_b + s * out_s
         reciprocals = rstd + token * (1 if NORM_ALL_HEADS else heads)
-        for row in range(tl.program_id(2) * HEADS, heads, tl.num_programs(2) * HEADS):
+        for row in range(first_row, heads, step):
             g1, g2 = load_pairs(g, heads, grad_h, grad_d, row, R, PAIRS, HEADS, INTERLEAVED)
             g3 = load_unrotated(g, heads, grad_h, grad_d, row, D, R, UNROTATED, HEADS)
             g1, g2 = rotate(g1, g2, cos * factor, -sin * factor)
@@ -246,13 +248,13 @@ def backward_kernel(
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
     OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, RECOMPUTE_INPUT: tl.constexpr,
-    WEIGHTS: tl.constexpr,
+    WEIGHTS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Compute all gradients: half of the programs take queries, half keys.
 
-    The grid is (programs, 2, shares of a token's heads). `weight_grads` is
-    `[programs * shares, weights of q and then of k]`, whose rows are to be summed; it is written if
-    WEIGHTS.
+    The grid is (programs, 2, shares of a token's heads), with several shares if SHARED.
+    `weight_grads` is `[programs * shares, weights of q and then of k]`, whose rows are to be
+    summed; it is written if WEIGHTS.
     """
     q_size = D * H if NORM_ALL_HEADS else D
     k_size = D * K if NORM_ALL_HEADS else D
@@ -265,7 +267,7 @@ def backward_kernel(
             q_b, q_s, q_h, q_d, qg_b, qg_s, qg_h, qg_d, qo_b, qo_s, qo_h, qo_d,
             positions_a, positions_b, positions_s, freqs_b,
             D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS,
-            RECOMPUTE_INPUT, WEIGHTS,
+            RECOMPUTE_INPUT, WEIGHTS, SHARED,
         )  # fmt: skip
     else:
         _gradients(
@@ -275,5 +277,5 @@ def backward_kernel(
             k_b, k_s, k_h, k_d, kg_b, kg_s, kg_h, kg_d, ko_b, ko_s, ko_h, ko_d,
             positions_a, positions_b, positions_s, freqs_b,
             D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS,
-            RECOMPUTE_INPUT, WEIGHTS,
+            RECOMPUTE_INPUT, WEIGHTS, SHARED,
         )  # fmt: skip

@@ -169,11 +169,10 @@ def launch(
         )
         return q_out, k_out
     q_out = q if inplace else _empty(q, layouts[0])
-    keys, keys_out = q, q_out  # without keys, the kernel does not read these pointers
-    k_out = None
-    if k is not None:
-        keys = k
-        keys_out = k_out = k if inplace else _empty(k, layouts[1])
+    k_out: torch.Tensor | None = k if k is None or inplace else _empty(k, layouts[1])
+    # Without keys, the kernel does not read these pointers.
+    keys = q if k is None else k
+    keys_out = q_out if k_out is None else k_out
     axes = packed_freqs if sections is None else sections
     key = (
         q.shape, q.stride(), q.dtype, keys.shape, keys.stride(), keys.dtype, k is None,
