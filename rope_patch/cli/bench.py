@@ -25,7 +25,7 @@ from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extr
 _MODEL_OPTIONS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]
 _MODEL_OPTIONS += ["random_weights"]
 _KERNEL_OPTIONS = ["shapes", "lengths", "batch", "contenders", "rivals", "model_steps"]
-_KERNEL_OPTIONS += ["plan", "page"]
+_KERNEL_OPTIONS += ["plan", "page", "self_test"]
 
 
 def bench(
@@ -105,6 +105,14 @@ def bench(
             "measure nothing.",
         ),
     ] = False,
+    self_test: Annotated[
+        bool,
+        typer.Option(
+            "--self-test",
+            help="Compare all kernels with float64 at the sizes of real models, or of --shapes, "
+            "and print a table for a bug report; the exit code is 1 if one is wrong.",
+        ),
+    ] = False,
     dtype: Dtype = "auto",
     repeats: Annotated[
         int | None,
@@ -149,6 +157,9 @@ def bench(
         return
     if page:
         _make_page(out or Path("out/bench"))
+        return
+    if self_test:
+        _run_self_test(as_json, tuple(parse_names(shapes) or ()))
         return
     if model is None:
         _bench_kernels(
@@ -201,6 +212,16 @@ def _make_page(folder: Path) -> None:
     print(folder / "bench.html")
 
 
+def _run_self_test(as_json: bool, shapes: tuple[str, ...]) -> None:
+    """Print the self-test; exit with 1 if a kernel is wrong."""
+    from rope_patch.benchmarks.kernels.self_test import run_self_test
+
+    result = run_self_test(shapes)
+    print(json.dumps(result.as_dict(), indent=1) if as_json else result.as_text())
+    if not result.is_ok:
+        raise typer.Exit(1)
+
+
 def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
     from rope_patch.benchmarks.kernels import benchmark, run_state
     from rope_patch.benchmarks.kernels.implementations import user_inductor_cache
@@ -212,8 +233,8 @@ def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
         try:
             results = benchmark.bench(benchmark.KernelBenchRequest(**settings), folder)
         except KeyboardInterrupt:
-            if results := run_state.read_results(folder):
-                _write_report(results, folder)
+            if part_of_results := run_state.read_results(folder):
+                _write_report(part_of_results, folder)
             raise
     # Print first, so that a full disk loses no measurement.
     if as_json:

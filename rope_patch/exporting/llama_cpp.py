@@ -119,7 +119,13 @@ def _single_rotation(target: Target) -> LayerRotation:
             )
     if not target.layers_differ:
         return rotations[None]
-    if target.model_type != "gemma3_text" or target.extended_layer_types != ("full_attention",):
+    windows = rotations.get("sliding_attention")
+    if (
+        target.model_type != "gemma3_text"
+        or windows is None
+        or windows.parameters != windows.checkpoint_parameters
+        or windows.scaling != "default"
+    ):
         raise target.refuse(
             NAME,
             "of models whose layer types rotate differently, it is Gemma 3's full attention that "

@@ -68,7 +68,7 @@ def rope_from_cos_sin(
         dim = -1 if interleaved else -2
         cos, sin = (torch.stack((c, c), dim).flatten(-2) for c in (cos, sin))
     layout = _Layout(interleaved, heads_dim)
-    if may_overwrite and not _needs_grad(q, k):
+    if may_overwrite and not (torch.is_grad_enabled() and _requires_grad(q, k)):
         return _rotate_both(q, k, cos, sin, layout, may_overwrite=True)
     return _rotate_differentiably(q, k, cos, sin, layout)
 
@@ -84,14 +84,13 @@ def _needs_reference(q: Any, k: Any, cos: Any, sin: Any) -> bool:
 
 
 def _rotate_differentiably(q: Any, k: Any, *rest: Any) -> Any:
-    if _needs_grad(q, k):
+    if torch.is_grad_enabled() and _requires_grad(q, k):
         return _RotationFunction.apply(q, k, *rest)
     return _rotate_both(q, k, *rest)
 
 
-def _needs_grad(q: Any, k: Any) -> bool:
-    requires_grad = (q is not None and q.requires_grad) or (k is not None and k.requires_grad)
-    return requires_grad and torch.is_grad_enabled()
+def _requires_grad(q: Any, k: Any) -> bool:
+    return (q is not None and q.requires_grad) or (k is not None and k.requires_grad)
 
 
 class _RotationFunction(torch.autograd.Function):
@@ -156,7 +155,7 @@ def _rotate_into(
             out[..., rotary_dim:].copy_(x[..., rotary_dim:])
     tokens = x.shape[tokens_dim]
     size = min(tokens, max(1, _BLOCK_NUMEL * tokens // part.numel()))
-    dtype = torch.promote_types(_wide_dtype(x), cos.dtype)
+    dtype = torch.promote_types(x.dtype, cos.dtype)  # cos is wide
     # All blocks share the temporaries: fresh memory for each would cost page faults.
     by_sin = torch.empty_like(part.narrow(tokens_dim, 0, size), dtype=dtype)
     wide = by_sin if dtype == x.dtype else torch.empty_like(by_sin)
@@ -195,9 +194,5 @@ def _pairs(x: torch.Tensor, layout: _Layout) -> Any:
     return x.split_with_sizes((x.shape[-1] // 2,) * 2, dim=-1)  # faster than chunk
 
 
-def _wide_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _upcast(x: torch.Tensor) -> torch.Tensor:
-    return x.to(_wide_dtype(x))
+    return x if x.dtype == torch.float64 else x.float()  # quicker than `to` for one token

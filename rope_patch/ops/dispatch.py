@@ -9,16 +9,24 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from rope_patch.ops import reference
-from rope_patch.ops.angles import cos_sin, rerotation_frequencies
-from rope_patch.ops.cpu import rope_from_cos_sin
-from rope_patch.ops.modes import needs_plain_torch
+from rope_patch.ops import plain_torch, reference, self_check
+from rope_patch.ops.angles import rerotation_frequencies
+from rope_patch.ops.kernel_variant import (
+    QK_NORM_ROPE,
+    REROTATE,
+    ROPE,
+    KernelVariant,
+    layout_fields,
+    norm_fields,
+    variant_fields,
+)
+from rope_patch.ops.modes import is_interpreted, needs_plain_torch
+from rope_patch.ops.output_inversion import can_recompute_from_output
 from rope_patch.ops.validation import validate_shapes
 
 logger = logging.getLogger("rope_patch")
@@ -28,13 +36,6 @@ KERNELS = ("auto", "reference", "triton", "hf")
 _DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _MIN_TRITON, _MAX_TRITON = (3, 6), (3, 9)
-
-# Largest ratio of the two weights of a rotated pair at which the normed input may be recomputed
-# from rounded outputs. The error grows with the ratio; at 64 it is that of one or two roundings.
-_MAX_PAIR_RATIO = 64.0
-
-# Smaller weights make outputs that float16 cannot represent.
-_MIN_WEIGHT = 2.0**-14
 
 # Modules of `ops/kernels`, imported once Triton is known to run.
 _kernel_modules: dict[str, Any] = {}
@@ -61,16 +62,6 @@ def _triton_unavailable_reason() -> str | None:
     if torch.cuda.is_available():  # a CPU has no kernels to miss
         logger.info("%s: rotating in plain torch", problem)
     return problem
-
-
-def is_interpreted() -> bool:
-    """Return whether Triton interprets kernels on the CPU, slowly, for tests."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-
-
-# As torch.compiler.assume_constant_result does, without importing the compiler.
-for _constant in (triton_unavailable_reason, is_interpreted):
-    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def use_triton(x: torch.Tensor, kernels: str = "auto") -> bool:
@@ -155,38 +146,37 @@ def rope(
         raise ValueError(
             "positions and packed_freqs are needed: see rope_patch.ops.pack_frequencies"
         )
+    rest = (positions, packed_freqs, sections, interleaved, heads_dim)
     if not use_triton(q, kernels):
-        _require_torch_backend(kernels)
-        validate_shapes(q, k, positions, packed_freqs, sections, heads_dim)
-        layout: Any = {"interleaved": interleaved, "heads_dim": heads_dim}
-        if kernels == "auto":  # faster on a CPU, and the same as the reference elsewhere
-            cos, sin = cos_sin(positions, packed_freqs, sections)
-            rotated = rope_from_cos_sin(
-                q, k, cos, sin, repeated=False, may_overwrite=inplace, **layout
-            )
-        else:
-            rotated = reference.rope(q, k, positions, packed_freqs, sections=sections, **layout)
-        return _copy_inplace(q, k, *rotated) if inplace else rotated
-    rest = (positions, packed_freqs, sections, interleaved, heads_dim, False)
+        return plain_torch.rope(q, k, *rest, inplace, kernels)
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad or (k is not None and k.requires_grad)
+    )
     if torch.compiler.is_compiling():
-        outputs = [*torch.ops.rope_patch.rope(q, k, *rest), None]
-        return _copy_inplace(q, k, outputs[0], outputs[1]) if inplace else (outputs[0], outputs[1])
+        if not self_check.may_trace(ROPE, q.device, q.dtype, kernels):
+            return plain_torch.rope(q, k, *rest, inplace, kernels)
+        outputs = [*torch.ops.rope_patch.rope(q, k, *rest, False), None]
+        if inplace:
+            return plain_torch.copy_inplace(q, k, outputs[0], outputs[1])
+        return outputs[0], outputs[1]
+    shape = q.shape  # each look at a shape takes a tenth of a microsecond
+    checked = (
+        ROPE, q.device, q.dtype, shape[-1], shape[heads_dim], None if k is None else k.dtype,
+        0 if k is None else k.size(heads_dim), packed_freqs.size(-1), interleaved, heads_dim,
+        sections is None, inplace, needs_grad,
+    )  # fmt: skip
+    if checked not in self_check.passed:
+        validate_shapes(q, k, positions, packed_freqs, sections, heads_dim)
+        fields = variant_fields(q, k, packed_freqs, sections, interleaved, heads_dim, needs_grad)
+        variant = KernelVariant(op=ROPE, inplace=inplace, **fields, **layout_fields(q, k))
+        if not self_check.passes(checked, kernels, variant):
+            return plain_torch.rope(q, k, *rest, inplace, kernels)
     kernel = _kernel_modules["rope"]
-    if torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad)):
-        return kernel.RopeFunction.apply(q, k, *rest, inplace)
+    if needs_grad:
+        return kernel.RopeFunction.apply(q, k, *rest, False, inplace)
     if inplace:
         torch.autograd.graph.increment_version([x for x in (q, k) if x is not None])
-    return kernel.launch(q, k, *rest, inplace)
-
-
-def _copy_inplace(
-    q: torch.Tensor, k: torch.Tensor | None, rotated_q: torch.Tensor, rotated_k: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if rotated_q is not q:
-        q.copy_(rotated_q)
-    if k is not None and rotated_k is not None and rotated_k is not k:
-        k.copy_(rotated_k)
-    return q, k
+    return kernel.launch(q, k, *rest, False, inplace)
 
 
 def qk_norm_rope(
@@ -227,7 +217,9 @@ def qk_norm_rope(
         save: What autograd saves besides the reciprocal norms: "input", q and k; or "output", the
             results, which attention saves anyway, so that it costs next to no memory. The backward
             pass then recomputes the normed input from rounded results. That is accurate where the
-            two weights of each rotated pair are of similar size; elsewhere the input is saved.
+            two weights of each rotated pair are of similar size; elsewhere the input is saved, and
+            always in compiled graphs, which do not have the weights' values. The first call with a
+            weight reads it, and the first one after each in-place change.
         inplace: Overwrite q and k. Gradients need their old values, so they must not be required.
         kernels: See `rope`.
 
@@ -240,34 +232,48 @@ def qk_norm_rope(
     """
     if save not in ("input", "output"):
         raise ValueError(f'save must be "input" or "output", got {save!r}')
-    needs_grad = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (q, k, q_weight, k_weight)
+    trains_weights = torch.is_grad_enabled() and (q_weight.requires_grad or k_weight.requires_grad)
+    needs_grad = trains_weights or (
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     )
     if inplace and needs_grad:
         raise ValueError(
             "inplace=True overwrites q and k, which gradients need: call qk_norm_rope in place "
             "under torch.no_grad() only"
         )
-    if not use_triton(q, kernels):
-        _require_torch_backend(kernels)
-        validate_shapes(q, k, positions, packed_freqs, sections, heads_dim, q_weight, k_weight)
-        rotated = reference.qk_norm_rope(
-            q, k, q_weight, k_weight, positions, packed_freqs, eps=eps, offset=offset,
-            sections=sections, interleaved=interleaved, heads_dim=heads_dim,
-        )  # fmt: skip
-        return _copy_inplace(q, k, *rotated) if inplace else rotated
     rest = (
         q, k, q_weight, k_weight, positions, packed_freqs, sections, eps, offset, interleaved,
         heads_dim,
     )  # fmt: skip
+    if not use_triton(q, kernels):
+        return plain_torch.qk_norm_rope(*rest, inplace, kernels)
     if torch.compiler.is_compiling():
+        if not self_check.may_trace(QK_NORM_ROPE, q.device, q.dtype, kernels):
+            return plain_torch.qk_norm_rope(*rest, inplace, kernels)
         outputs = torch.ops.rope_patch.qk_norm_rope(*rest, needs_grad)
-        return _copy_inplace(q, k, *outputs[:2]) if inplace else (outputs[0], outputs[1])
-    kernel = _kernel_modules["qk_norm_rope"]
-    if needs_grad:
-        recompute_input = save == "output" and can_recompute_from_output(
+        return plain_torch.copy_inplace(q, k, *outputs[:2]) if inplace else (outputs[0], outputs[1])
+    recompute_input = (
+        needs_grad
+        and save == "output"
+        and can_recompute_from_output(
             q_weight, k_weight, packed_freqs, offset=offset, interleaved=interleaved
         )
+    )
+    shape = q.shape
+    checked = (
+        QK_NORM_ROPE, q.device, q.dtype, shape[-1], shape[heads_dim], k.dtype, k.size(heads_dim),
+        packed_freqs.size(-1), interleaved, heads_dim, sections is None, q_weight.dtype,
+        q_weight.ndim, offset, inplace, needs_grad, trains_weights, recompute_input,
+    )  # fmt: skip
+    if checked not in self_check.passed:
+        validate_shapes(q, k, positions, packed_freqs, sections, heads_dim, q_weight, k_weight)
+        fields = variant_fields(q, k, packed_freqs, sections, interleaved, heads_dim, needs_grad)
+        fields |= norm_fields(q_weight, offset, trains_weights) | layout_fields(q, k)
+        fields |= {"inplace": inplace, "recompute_input": recompute_input}
+        if not self_check.passes(checked, kernels, KernelVariant(op=QK_NORM_ROPE, **fields)):
+            return plain_torch.qk_norm_rope(*rest, inplace, kernels)
+    kernel = _kernel_modules["qk_norm_rope"]
+    if needs_grad:
         return kernel.QKNormRopeFunction.apply(*rest, recompute_input)
     if inplace:
         torch.autograd.graph.increment_version([q, k])
@@ -303,8 +309,12 @@ def rerotate_(
         ValueError: Shapes or dtypes do not match, or the kernels cannot run.
     """
     difference = rerotation_frequencies(old, new)
-    if not all(use_triton(keys, kernels) for keys in layers):
-        _require_torch_backend(kernels)
+    if not all(
+        use_triton(keys, kernels)
+        and _can_rerotate(keys, positions, difference, interleaved, kernels)
+        for keys in layers
+    ):
+        plain_torch.require_torch_backend(kernels)
         for keys in layers:
             validate_shapes(keys, None, positions, difference, None, 1)
         reference.rerotate_(layers, positions, difference, interleaved=interleaved)
@@ -315,36 +325,28 @@ def rerotate_(
         torch.autograd.graph.increment_version(keys)  # as any in-place operation does
 
 
-def can_recompute_from_output(
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+def _can_rerotate(
+    keys: torch.Tensor,
+    positions: torch.Tensor,
     packed_freqs: torch.Tensor,
-    *,
-    offset: float = 0.0,
-    interleaved: bool = False,
+    interleaved: bool,
+    kernels: str,
 ) -> bool:
-    """Return whether the normed input can be recomputed accurately from the output.
-
-    The rounding error of a pair scales with its length. Rotated back, it falls on both numbers of
-    the pair, and division by the smaller weight amplifies it by the ratio of the two weights.
-    """
-    rotary_dim = 2 * (packed_freqs.shape[-1] - 1)
-    return all(
-        _pair_weight_ratio(weight.detach() + offset, rotary_dim, interleaved) <= _MAX_PAIR_RATIO
-        for weight in (q_weight, k_weight)
-    )
-
-
-def _pair_weight_ratio(weight: torch.Tensor, rotary_dim: int, interleaved: bool) -> float:
-    """Return the largest ratio of the two weights of a pair; infinite if one is next to 0."""
-    size = weight.abs().float()
-    pairs = size[..., :rotary_dim].unflatten(-1, (-1, 2) if interleaved else (2, -1))
-    low, high = torch.aminmax(pairs, dim=-1 if interleaved else -2)
-    if not bool((size >= _MIN_WEIGHT).all()):
-        return float("inf")
-    return float((high / low).max()) if rotary_dim else 1.0
+    """Return whether the kernel passed its check for keys like these."""
+    if torch.compiler.is_compiling():
+        return self_check.may_trace(REROTATE, keys.device, keys.dtype, kernels)
+    shape = keys.shape
+    checked = (
+        REROTATE, keys.device, keys.dtype, shape[-1], shape[1], packed_freqs.size(-1), interleaved,
+    )  # fmt: skip
+    if checked in self_check.passed:
+        return True
+    validate_shapes(keys, None, positions, packed_freqs, None, 1)
+    fields = variant_fields(keys, None, packed_freqs, None, interleaved, 1, False)
+    variant = KernelVariant(op=REROTATE, **fields, **layout_fields(keys, None))
+    return self_check.passes(checked, kernels, variant)
 
 
-def _require_torch_backend(kernels: str) -> None:
-    if kernels not in ("auto", "reference"):
-        raise ValueError(f'kernels must be "auto", "reference" or "triton" here, got {kernels!r}')
+# As torch.compiler.assume_constant_result does, without importing the compiler.
+for _constant in (triton_unavailable_reason, is_interpreted, self_check.may_trace):
+    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010

@@ -1,23 +1,37 @@
 """Whether an engine serves the model that it is compared with, and the noise of its numbers.
 
 The second token of a text sees one key, so its attention weight is 1 under any rotation: what
-engine and reference differ by there is weights, vocabulary and numerics alone.
+engine and reference differ by there is weights, vocabulary and numerics alone. Attention sinks
+(gpt-oss) share that weight, and the attention factor decides how much of it they get.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from rope_patch.verifying.engine import CannotVerify, Engine, Observation
-from rope_patch.verifying.probe_prompts import PAIR, PromptMaker
+from rope_patch.verifying.hypothesis import Hypothesis
+from rope_patch.verifying.probe_prompts import PAIR, ProbePrompt, PromptMaker
 from rope_patch.verifying.reference import Reference
 
 _PAIRS = 16
 _OTHER_MODEL = 1.5  # nats a token: more than weights of four bits lose
+_QUIET = 1e-3  # nats a token: too little to look for an attention factor in it
 
 
-def measure_noise(engine: Engine, reference: Reference, maker: PromptMaker) -> float:
+def measure_noise(
+    engine: Engine, reference: Reference, maker: PromptMaker, hypotheses: Sequence[Hypothesis]
+) -> float:
     """Return the mean difference of engine and reference without rotation, in nats a token.
+
+    Args:
+        engine: The engine.
+        reference: The model to compare with.
+        maker: The maker of prompts.
+        hypotheses: The rotations that the engine may have. The noise is that of the closest one,
+            where attention sinks let attention factors act.
 
     Raises:
         CannotVerify: The engine has another vocabulary, or serves another model.
@@ -38,8 +52,16 @@ def measure_noise(engine: Engine, reference: Reference, maker: PromptMaker) -> f
             f"{engine.name} has no log-probability for any of {_PAIRS} tokens, expected one for "
             "each: turn log-probabilities on"
         )
-    expected = reference.plain_log_probs(answered)
-    noise = float((observed.clamp(min=-15) - expected.clamp(min=-15)).abs().mean())
+    noise = _difference(observed, reference.plain_log_probs(answered))
+    if noise > _QUIET:
+        by_factor = {_attention_factors(each): each for each in reversed(hypotheses)}
+        noise = min(
+            noise,
+            *(
+                _difference(observed, _log_probs(reference, each, answered))
+                for each in by_factor.values()
+            ),
+        )
     if noise > _OTHER_MODEL:
         raise CannotVerify(
             f"{engine.name} serves another model: expected the model's log-probabilities where no "
@@ -47,3 +69,19 @@ def measure_noise(engine: Engine, reference: Reference, maker: PromptMaker) -> f
             "the model that it serves"
         )
     return noise
+
+
+def _difference(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((observed.clamp(min=-15) - expected.clamp(min=-15)).abs().mean())
+
+
+def _attention_factors(hypothesis: Hypothesis) -> tuple[float, ...]:
+    rotation = hypothesis.rotation(2)
+    factors = [each.attention_factor for each in rotation.frequencies.values()]
+    return (*factors, rotation.softmax_mscale)
+
+
+def _log_probs(
+    reference: Reference, hypothesis: Hypothesis, prompts: Sequence[ProbePrompt]
+) -> torch.Tensor:
+    return torch.cat([reference.log_probs(hypothesis, prompt) for prompt in prompts])

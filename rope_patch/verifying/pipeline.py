@@ -162,7 +162,7 @@ class _Run:
 
     def verification(self) -> Verification:
         """Return the result."""
-        noise = measure_noise(self.engine, self.reference, self.maker)
+        noise = measure_noise(self.engine, self.reference, self.maker, self.hypotheses)
         written = self._written()
         verdict = None
         bar = progress_bar(

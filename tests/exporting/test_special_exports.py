@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -73,6 +74,26 @@ def test_gemma_with_a_config_scaling_is_replaced():
         assert_same_rotation(
             config, patched_model, handle, rope_patch.export(patched_model, engine)
         )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gemmas_own_scaling_exports(engine):
+    """The full layers of Gemma 3 from 4B on are linear, and the windows have another theta."""
+    config = copy.deepcopy(CHECKPOINTS["Gemma-3-1B"])
+    config.rope_parameters = copy.deepcopy(GEMMA3)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    unpatched = SimpleNamespace(frequencies={})
+    assert_same_rotation(config, model, unpatched, rope_patch.export(config, engine))
+
+
+def test_windows_scaled_by_their_own_config_are_refused_by_llama_cpp():
+    config = copy.deepcopy(CHECKPOINTS["Gemma-3-1B"])
+    config.rope_parameters = copy.deepcopy(GEMMA3)
+    windows = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    config.rope_parameters["sliding_attention"] = windows
+    with pytest.raises(ValueError, match="layer types rotate differently"):
+        rope_patch.export(config, "llama.cpp")
 
 
 @pytest.mark.parametrize("method", ["linear", "ntk", "yarn", "ntk-by-parts", "llama3"])

@@ -1,11 +1,14 @@
 """Test how `rope_parameters` of a vLLM server are read; needs no vLLM."""
 
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from rope_patch.methods import registered_methods
+from rope_patch.serving.vllm.requirements import require_readable
 from rope_patch.serving.vllm.rope_type import (
     method_name,
     our_parameters,
@@ -60,6 +63,7 @@ def test_options_are_the_methods_and_null_is_their_default():
         ({"betafast": 16}, r"no option 'betafast' \(did you mean 'beta_fast'\?\)"),
         ({"rope_type": "mixed-yarn", "factor": None}, "expected a factor"),
         ({"rope_type": "mixed-yarn", "factor": 0.5}, "factor must be at least 1"),
+        ({"rope_type": "dynamic-yarn", "factor": 0.5}, "factor must be at least 1, got 0.5"),
         ({"rope_type": "mixed-longrope"}, "needs the option 'long_factor'"),
         ({"rope_type": "self-extend"}, "mapped positions"),
         ({"rope_type": "rope_patch:yran"}, r"unknown method 'yran' \(did you mean 'yarn'\?\)"),
@@ -70,6 +74,38 @@ def test_what_cannot_be_read_is_refused_with_the_reason(changes, message):
     with pytest.raises(Refused, match=message) as error:
         read_request(PARAMETERS | changes)
     assert "rope_type" in str(error.value)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic-yarn", "mixed-yarn", "rope_patch:dynamic"])
+@pytest.mark.parametrize("name", ["factor", "rope_theta", "original_max_position_embeddings"])
+@pytest.mark.parametrize("value", ["four", True, [4.0]])
+def test_what_is_no_number_is_named_with_the_value(rope_type, name, value):
+    parameters = PARAMETERS | {"rope_type": rope_type, name: value}
+    message = rf"{rope_type}.*{name} must be a number, got {re.escape(repr(value))}"
+    with pytest.raises(TypeError, match=message):
+        read_request(parameters)
+    config = SimpleNamespace(rope_parameters=parameters, max_position_embeddings=64)
+    with pytest.raises(ValueError, match=message):
+        require_readable(SimpleNamespace(hf_text_config=config))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_trained_length_above_the_positions_is_refused(nested):
+    windows = {"rope_type": "default", "rope_theta": 1e3}
+    both = {"full_attention": PARAMETERS, "sliding_attention": windows}
+    config = SimpleNamespace(rope_parameters=both if nested else PARAMETERS)
+    for positions in (64, 1024, None):
+        config.max_position_embeddings = positions
+        require_readable(SimpleNamespace(hf_text_config=config))
+    config.max_position_embeddings = 63
+    with pytest.raises(Refused, match=r"expected at most max_position_embeddings \(63\), got 64"):
+        require_readable(SimpleNamespace(hf_text_config=config))
+
+
+def test_what_names_no_method_is_left_to_vllm():
+    for rope in (None, {}, {"rope_type": "yarn", "factor": "four"}):
+        config = SimpleNamespace(rope_parameters=rope, max_position_embeddings=64)
+        require_readable(SimpleNamespace(hf_text_config=config))
 
 
 def test_reading_and_importing_need_no_vllm():

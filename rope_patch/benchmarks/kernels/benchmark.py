@@ -141,13 +141,11 @@ def _parts(
     for name in settings.shapes:
         for problem in settings.problems(name, device):
             measure = partial(_measure_problem, problem, contenders, settings.repeats)
-            yield _Part(
-                part_key("cases", case_of(problem)), "cases", lambda measure=measure: [measure()]
-            )
+            yield _Part(part_key("cases", case_of(problem)), "cases", partial(_as_list, measure))
         yield _Part(
             part_key("kept", {"shape": name}),
             "kept",
-            lambda name=name: [_saved_for_backward(SHAPES[name], contenders, device)],
+            partial(_as_list, partial(_saved_for_backward, SHAPES[name], contenders, device)),
         )
     if settings.steps:
         repeats = min(settings.repeats, _STEP_REPEATS)
@@ -160,6 +158,10 @@ def _parts(
                 ("launches", partial(launch_count.measure, SHAPES[name], device)),
             ):
                 yield _Part(part_key(kind, {"model": name}), kind, measure_model)
+
+
+def _as_list(measure: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [measure()]
 
 
 def _header(

@@ -264,8 +264,8 @@ def _ours_in_place(problem: Problem) -> Call:
             return rope_from_cos_sin(q, k, cos, sin, heads_dim=1, may_overwrite=True)
 
         @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            return rope_from_cos_sin(*grads, cos, -sin, heads_dim=1)
+        def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
+            return rope_from_cos_sin(dq, dk, cos, -sin, heads_dim=1)
 
     def call(q: torch.Tensor, k: torch.Tensor) -> Any:
         q, k = (norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))

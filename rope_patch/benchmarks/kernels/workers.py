@@ -149,7 +149,8 @@ class ImplementationRun(TimedCalls):
                 outputs = self._call(sample.q, sample.k)
             return relative_errors(self._problem, self._samples[0], outputs, ())
         rotated = self._call(sample.q, sample.k)
-        outputs = [x.detach().clone() for x in rotated]  # the backward pass may work in place, too
+        # The backward pass may work in place, too.
+        outputs = rotated[0].detach().clone(), rotated[1].detach().clone()
         gradients = self._backward(rotated, sample)
         return relative_errors(self._problem, self._samples[0], outputs, gradients)
 

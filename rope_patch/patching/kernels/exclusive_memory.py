@@ -65,15 +65,16 @@ def are_exclusive(q: torch.Tensor, k: torch.Tensor | None = None) -> bool:
     return not _has_shared_memory(q) and (k is None or not _has_shared_memory(k))
 
 
-def _has_shared_memory(x: torch.Tensor) -> bool:
+def _has_shared_memory(x: Any) -> bool:
     """Return whether something other than the Python object x can read its memory."""
-    if type(x) is not torch.Tensor or x.layout is not torch.strided or x._use_count() != 1:
+    if type(x) is not torch.Tensor or x.layout is not torch.strided or _cpp_references(x) != 1:
         return True
-    base, expected = x._base, _shared_counts()
+    base: Any = x._base
+    expected = _shared_counts()
     if base is not None and (
         type(base) is not torch.Tensor
         or base.requires_grad
-        or base._use_count() != 2  # x and this variable
+        or _cpp_references(base) != 2  # x and this variable
         or sys.getrefcount(base) != expected.base
         or weakref.getweakrefcount(base)
     ):
@@ -91,6 +92,10 @@ def _has_shared_memory(x: torch.Tensor) -> bool:
         or (x.device.type == "cpu" and storage.is_shared())  # with other processes
         or torch._debug_has_internal_overlap(x) != 0
     )
+
+
+def _cpp_references(x: Any) -> int:
+    return x._use_count()
 
 
 @functools.cache

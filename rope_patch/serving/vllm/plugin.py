@@ -14,7 +14,12 @@ from rope_patch.serving.vllm.admission import admitted_length, engine_lengths
 from rope_patch.serving.vllm.cache_salt import profile_salt
 from rope_patch.serving.vllm.metrics import count_request
 from rope_patch.serving.vllm.profiles import ProfileLengths
-from rope_patch.serving.vllm.requirements import FEATURE, require_servable, uses_plugin
+from rope_patch.serving.vllm.requirements import (
+    FEATURE,
+    require_readable,
+    require_servable,
+    uses_plugin,
+)
 from rope_patch.utils.errors import Refused
 
 _LENGTHS = "rope_patch_lengths"
@@ -22,13 +27,14 @@ _LENGTHS = "rope_patch_lengths"
 
 def register() -> None:
     """Add rope_patch's methods to this process's vLLM; calling it again adds nothing."""
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     rotary_factory.install()
     for owner, name, wrapper in (
+        (ModelConfig, "get_and_verify_max_len", _get_and_verify_max_len),
         (VllmConfig, "__post_init__", _post_init),
         (VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features),
         (InputProcessor, "process_inputs", _process_inputs),
@@ -49,6 +55,14 @@ def _as_method(original: Callable[..., Any], function: Callable[..., Any]) -> Ca
 
     vars(method)["rope_patch_original"] = original
     return method
+
+
+def _get_and_verify_max_len(
+    original: Callable[..., int], config: Any, *args: Any, **kw: Any
+) -> int:
+    """Refuse what cannot be read, before vLLM multiplies lengths by it."""
+    require_readable(config)
+    return original(config, *args, **kw)
 
 
 def _post_init(original: Callable[..., None], config: Any, *args: Any, **keywords: Any) -> None:

@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import Any
 
 from rope_patch.serving.vllm.admission import engine_lengths
-from rope_patch.serving.vllm.rope_type import our_parameters
+from rope_patch.serving.vllm.rope_type import TRAINED_KEY, our_parameters, read_request
 from rope_patch.utils.errors import Refused
 
 # Releases whose code the plugin was written from and run with.
@@ -28,6 +28,31 @@ def require_servable(vllm_config: Any) -> None:
     engine_lengths(vllm_config)  # raises for what no table can hold
     if reason := next(filter(None, _reasons(vllm_config)), None):
         raise Refused(f"rope_patch cannot rotate each request by its own length here: {reason}")
+
+
+def require_readable(model_config: Any) -> None:
+    """Raise unless each rotation that names a method of rope_patch can be read.
+
+    Args:
+        model_config: vLLM's `ModelConfig`, before it computes with factors and lengths.
+
+    Raises:
+        ValueError: The reason, and what to do instead.
+    """
+    config = model_config.hf_text_config
+    positions = getattr(config, "max_position_embeddings", None)
+    for parameters in our_parameters(getattr(config, "rope_parameters", None)):
+        try:
+            trained_length = read_request(parameters).trained_length
+        except TypeError as error:
+            raise Refused(str(error)) from error  # pydantic reports errors of values only
+        if positions is not None and trained_length > positions:
+            raise Refused(
+                f"rope_parameters with rope_type {parameters['rope_type']!r}: {TRAINED_KEY} is the "
+                f"trained length, expected at most max_position_embeddings ({positions:,}), got "
+                f"{trained_length:,}, up to which nothing would be stretched: write both as "
+                "`rope-patch export MODEL --engine vllm` prints them"
+            )
 
 
 def uses_plugin(vllm_config: Any) -> bool:

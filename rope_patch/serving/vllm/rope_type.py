@@ -11,15 +11,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from rope_patch.geometry import Geometry
-from rope_patch.methods.base import Method, require_tokens
+from rope_patch.methods.base import Method, require_number, require_tokens
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.methods.registry import build, find_method
 from rope_patch.utils.errors import Refused, one_line
 
 PREFIX = "rope_patch:"
 BASE_KEY = "base_inv_freq"
+TRAINED_KEY = "original_max_position_embeddings"
 
-_TRAINED_KEY = "original_max_position_embeddings"
 # Keys that belong to the model, whatever the method.
 _MODEL_KEYS = (
     *("rope_theta", "partial_rotary_factor", "rope_dim", "type"),
@@ -104,13 +104,14 @@ def read_request(parameters: Mapping[str, Any]) -> RopeRequest:
 
 
 def _read_request(name: str, given: dict[str, Any]) -> RopeRequest:
-    for key in ("rope_theta", _TRAINED_KEY):
+    for key in ("rope_theta", TRAINED_KEY):
         if key not in given:
             raise Refused(
                 f"expected {key}, got nothing: write it beside rope_type, as `rope-patch export "
                 "MODEL --engine vllm` prints it"
             )
-    require_tokens(_TRAINED_KEY, given[_TRAINED_KEY])
+    require_number("rope_theta", given["rope_theta"])
+    require_tokens(TRAINED_KEY, given[TRAINED_KEY])
     method_class = find_method(name)
     if method_class is not None and issubclass(method_class, PositionMap):
         raise Refused(
@@ -126,7 +127,7 @@ def _read_request(name: str, given: dict[str, Any]) -> RopeRequest:
     return RopeRequest(
         method=method,
         theta=float(given["rope_theta"]),
-        trained_length=int(given[_TRAINED_KEY]),
+        trained_length=int(given[TRAINED_KEY]),
         base=tuple(float(number) for number in given.get(BASE_KEY, ())),
         sections=tuple(given.get("mrope_section", ())),
         interleaved=bool(given.get("mrope_interleaved", False)),
@@ -134,17 +135,23 @@ def _read_request(name: str, given: dict[str, Any]) -> RopeRequest:
 
 
 def _build_method(name: str, method_class: type[Method] | None, given: Mapping[str, Any]) -> Method:
-    own_keys = {"rope_type", _TRAINED_KEY, BASE_KEY, *_MODEL_KEYS}
+    own_keys = {"rope_type", TRAINED_KEY, BASE_KEY, *_MODEL_KEYS}
     options = {key: value for key, value in given.items() if key not in own_keys}
     if method_class is None:
         return build(name)  # raises, and names the closest one
     if method_class.is_dynamic:
         if not method_class.factor_is_option:
             # The largest length / trained length, from which vLLM derives its max_model_len.
-            options.pop("factor", None)
+            _require_factor(options.pop("factor", 1.0))
     elif not {"factor", "new_theta"} & options.keys() and name not in _WITHOUT_FACTOR:
         raise Refused("expected a factor (target length / trained length), got nothing")
     return build(name, **options)
+
+
+def _require_factor(factor: Any) -> None:
+    require_number("factor", factor)
+    if factor < 1:
+        raise Refused(f"factor must be at least 1, got {factor!r}")
 
 
 def our_parameters(rope_parameters: Any) -> list[dict[str, Any]]:

@@ -2,19 +2,15 @@
 
 import contextlib
 import json
-import os
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
+
+from helpers.server_processes import free_port, running_server
 
 ASSETS = Path(__file__).parents[2] / "assets"
 TINY = ASSETS / "tiny-llama"
 TRAINED, FACTOR = 256, 4.0
 LONGEST = round(FACTOR * TRAINED)
-_PATIENCE = 300  # seconds until a server answers
 
 YARN = {
     "rope_type": "yarn",
@@ -37,7 +33,7 @@ def vllm(model, parameters, log, *, dtype="float32"):
     overrides = {"max_position_embeddings": LONGEST}
     if parameters is not None:
         overrides["rope_parameters"] = parameters
-    port = _free_port()
+    port = free_port()
     words = [
         *("--model", str(model), "--port", str(port), "--dtype", dtype, "--enforce-eager"),
         *("--skip-tokenizer-init", "--max-model-len", str(LONGEST)),
@@ -51,8 +47,8 @@ def vllm(model, parameters, log, *, dtype="float32"):
         "VLLM_NO_USAGE_STATS": "1",
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
-    with _running(command, environment, log):
-        yield _when_it_answers(f"http://127.0.0.1:{port}", "/health", log)
+    with running_server(command, port, log, environment) as url:
+        yield url
 
 
 @contextlib.contextmanager
@@ -64,35 +60,8 @@ def llama_cpp(path, settings, log):
         settings: Fields of llama.cpp's parameters.
         log: Where the server's output goes.
     """
-    port = _free_port()
+    port = free_port()
     script = Path(__file__).with_name("serve_llama_cpp.py")
     command = [sys.executable, str(script), str(path), str(port), str(LONGEST)]
-    with _running([*command, json.dumps(settings)], {}, log):
-        yield _when_it_answers(f"http://127.0.0.1:{port}", "/health", log)
-
-
-@contextlib.contextmanager
-def _running(command, environment, log):
-    with Path(log).open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env={**os.environ, **environment}
-        )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _when_it_answers(url, path, log):
-    for _ in range(_PATIENCE):
-        with contextlib.suppress(OSError), urllib.request.urlopen(url + path, timeout=5):
-            return url
-        time.sleep(1)
-    raise AssertionError(Path(log).read_text()[-3000:])
-
-
-def _free_port():
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return opened.getsockname()[1]
+    with running_server([*command, json.dumps(settings)], port, log) as url:
+        yield url

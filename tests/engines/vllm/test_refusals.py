@@ -69,6 +69,12 @@ def test_the_second_model_runner_is_refused(monkeypatch):
     ("changes", "message"),
     [
         ({"original_max_position_embeddings": None}, "expected original_max_position_embeddings"),
+        ({"factor": "four"}, "factor must be a number, got 'four'"),
+        ({"rope_type": "mixed-yarn", "factor": "four"}, "factor must be a number, got 'four'"),
+        (
+            {"original_max_position_embeddings": 2 * LONGEST},
+            r"expected at most max_position_embeddings \(1,024\), got 2,048",
+        ),
         ({"betafast": 16}, r"no option 'betafast' \(did you mean 'beta_fast'"),
         ({"growth": "exact"}, "leave growth out"),
         ({"temperature": "log-n"}, "acts on queries"),

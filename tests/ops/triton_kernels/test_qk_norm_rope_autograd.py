@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from rope_patch import ops
-from rope_patch.ops.dispatch import can_recompute_from_output
 from rope_patch.ops.kernels import qk_norm_rope
+from rope_patch.ops.output_inversion import can_recompute_from_output
 
 layouts = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 heads_dims = pytest.mark.parametrize("heads_dim", [1, 2])
