@@ -163,11 +163,11 @@ def launch(
     """
     if k is not None and k.dtype != q.dtype:  # a tile has one dtype
         settings = (interleaved, heads_dim, conjugate, inplace, stochastic)
-        q_out, k_out = (
-            launch(x, None, positions, packed_freqs, sections, *settings, (layout, None))[0]
-            for x, layout in zip((q, k), layouts, strict=True)
+        alone = (positions, packed_freqs, sections, *settings)
+        return (
+            launch(q, None, *alone, (layouts[0], None))[0],
+            launch(k, None, *alone, (layouts[1], None))[0],
         )
-        return q_out, k_out
     q_out = q if inplace else _empty(q, layouts[0])
     k_out: torch.Tensor | None = k if k is None or inplace else _empty(k, layouts[1])
     # Without keys, the kernel does not read these pointers.
