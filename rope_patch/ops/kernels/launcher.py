@@ -17,7 +17,10 @@ import triton
 INTERPRETED = triton.knobs.runtime.interpret
 
 # From this many tokens on, one program a token fills the GPU.
-_ONE_PROGRAM_TOKENS = 1024
+_ONE_PROGRAM_TOKENS = 4096
+
+# Below this many tokens, a program takes half a tile, because one with a whole one runs for longer.
+_HALF_TILE_TOKENS = 1024
 
 # Elements of x that a warp has in flight: 16 bytes for each load in 16-bit types, 4 loads.
 _ELEMENTS_PER_WARP = 1024
@@ -106,7 +109,8 @@ def tile_sizes(head_dim: int, rotary_dim: int, heads: int) -> dict[str, int]:
     rows = max(_ELEMENTS_PER_WARP // (2 * pairs), 1)
     # Many unrotated dimensions take registers, but 16-byte loads need 8 elements of pairs a thread.
     while (
-        rows * (2 * pairs + unrotated) > 2.5 * _ELEMENTS_PER_WARP
+        rows > 1
+        and rows * (2 * pairs + unrotated) > 2.5 * _ELEMENTS_PER_WARP
         and rows * pairs > _ELEMENTS_PER_WARP // 4
     ):
         rows //= 2
@@ -114,9 +118,21 @@ def tile_sizes(head_dim: int, rotary_dim: int, heads: int) -> dict[str, int]:
     return {"D": head_dim, "R": rotary_dim, "PAIRS": pairs, "UNROTATED": unrotated, "HEADS": rows}
 
 
-def head_splits(tokens: int, heads: int, tile_heads: int) -> int:
-    """Return how many programs share a token's heads: one if there are enough tokens."""
-    return 1 if tokens >= _ONE_PROGRAM_TOKENS else triton.cdiv(heads, tile_heads)
+def head_splits(tokens: int, heads: tuple[int, ...], sizes: dict[str, Any]) -> int:
+    """Return how many programs share a token: one if there are enough tokens, else one a tile.
+
+    Args:
+        tokens: Number of tokens.
+        heads: Numbers of heads, where no tile holds heads of two of them.
+        sizes: The constants of a tile, which is halved if tokens are very few.
+    """
+    if tokens >= _ONE_PROGRAM_TOKENS:
+        return 1
+    # A smaller tile would be narrower than 16 bytes a thread.
+    can_halve = sizes["HEADS"] > 1 and sizes["HEADS"] * sizes["PAIRS"] > _ELEMENTS_PER_WARP // 4
+    if tokens < _HALF_TILE_TOKENS and can_halve and not sizes.get("NORM_ALL_HEADS"):
+        sizes["HEADS"] //= 2
+    return sum(triton.cdiv(count, sizes["HEADS"]) for count in heads)
 
 
 def strides(x: torch.Tensor, heads_dim: int) -> tuple[int, int, int, int]:

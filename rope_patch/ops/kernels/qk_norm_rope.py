@@ -6,6 +6,7 @@ for eager mode, and the custom ops for compiled and exported graphs.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from rope_patch.ops.validation import validate_shapes
 # device, so sums are taken in the same order.
 _PROGRAMS = 2048
 
-# The same where one program holds all heads of a token, with as many weights, in 8 warps.
+# The same where one program holds all heads of a token, with as many weights, in 4 warps. More
+# warps compute the same angles more often.
 _PROGRAMS_ALL_HEADS = 512
-_WARPS_ALL_HEADS = 8
+_WARPS_ALL_HEADS = 4
 
 # -- launches --------------------------------------------------------------------------------------
 
@@ -119,10 +121,14 @@ def launch_backward(
     norm_all_heads = q_weight.ndim == 2
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     tokens = q.shape[0] * q.shape[3 - heads_dim]
-    programs = min(tokens, _PROGRAMS_ALL_HEADS if norm_all_heads else _PROGRAMS)
+    max_heads = max(q.shape[heads_dim], k.shape[heads_dim])
+    rotary_dim = 2 * (packed_freqs.shape[-1] - 1)
+    programs, shares = _backward_programs(
+        tokens, q.shape[-1], rotary_dim, max_heads, norm_all_heads
+    )
     numel = q_weight.numel() + k_weight.numel()
     partial_sums = torch.empty(
-        programs, numel if weights else 0, device=q.device, dtype=torch.float32
+        programs * shares, numel if weights else 0, device=q.device, dtype=torch.float32
     )
     axes = packed_freqs if sections is None else sections
     key = (
@@ -144,7 +150,7 @@ def launch_backward(
             q, k, q_weight, k_weight, q_rstd, k_rstd, q_grad, k_grad, q_out, k_out, partial_sums,
             positions, packed_freqs, axes,
         )  # fmt: skip
-        settings = (offset, interleaved, heads_dim, recompute_input, weights)
+        settings = (offset, interleaved, heads_dim, recompute_input, weights, programs, shares)
         _backward_launcher(
             key, tensors, address_bits, _make_backward_spec, tensors, sections, settings
         )
@@ -169,11 +175,11 @@ def _make_forward_spec(
     constexprs = _make_constexprs(
         q, k, packed_freqs, sections, offset, interleaved, heads_dim, norm_all_heads
     )
-    max_heads = max(q.shape[heads_dim], k.shape[heads_dim])
+    tiles = head_splits(tokens, (q.shape[heads_dim], k.shape[heads_dim]), constexprs)
     return LaunchSpec(
-        (tokens, 1 if norm_all_heads else head_splits(tokens, max_heads, constexprs["HEADS"]), 1),
+        (tokens, tiles, 1),
         (eps, *_scalar_args((q, k, q_out, k_out), positions, packed_freqs, heads_dim)),
-        {**constexprs, "SAVE": save},
+        {**constexprs, "SAVE": save, "ONE_TILE": tiles > 1},
         _WARPS_ALL_HEADS if norm_all_heads else 1,
     )
 
@@ -182,23 +188,44 @@ def _make_backward_spec(
     tensors: tuple[torch.Tensor, ...], sections: torch.Tensor | None, settings: tuple[Any, ...]
 ) -> LaunchSpec:
     (
-        q, k, q_weight, _, _, _, q_grad, k_grad, q_out, k_out, partial_sums, positions,
-        packed_freqs, _,
+        q, k, q_weight, _, _, _, q_grad, k_grad, q_out, k_out, _, positions, packed_freqs, _,
     ) = tensors  # fmt: skip
-    offset, interleaved, heads_dim, recompute_input, weights = settings
+    offset, interleaved, heads_dim, recompute_input, weights, programs, shares = settings
     norm_all_heads, tokens = q_weight.ndim == 2, q.shape[0] * q.shape[3 - heads_dim]
     constexprs = _make_constexprs(
         q, k, packed_freqs, sections, offset, interleaved, heads_dim, norm_all_heads
     )
-    if not norm_all_heads:  # half a tile, because two tiles and the sums must fit into registers
-        constexprs["HEADS"] = max(constexprs["HEADS"] // 2, 1)
+    if not norm_all_heads:
+        constexprs["HEADS"] = _backward_tile_heads(constexprs["HEADS"])
     scalars = _scalar_args((q, k, q_grad, k_grad, q_out, k_out), positions, packed_freqs, heads_dim)
     return LaunchSpec(
-        (len(partial_sums), 2, 1),
+        (programs, 2, shares),
         (tokens, *scalars),
-        {**constexprs, "RECOMPUTE_INPUT": recompute_input, "WEIGHTS": weights},
+        {
+            **constexprs,
+            "RECOMPUTE_INPUT": recompute_input,
+            "WEIGHTS": weights,
+            "SHARED": shares > 1,
+        },
         _WARPS_ALL_HEADS if norm_all_heads else 1,
     )
+
+
+def _backward_tile_heads(heads: int) -> int:
+    """Return half a tile, because two tiles and the sums must fit into registers."""
+    return max(heads // 2, 1)
+
+
+@lru_cache(maxsize=1024)
+def _backward_programs(
+    tokens: int, head_dim: int, rotary_dim: int, heads: int, norm_all_heads: bool
+) -> tuple[int, int]:
+    """Return numbers of programs for tokens, and of programs that share a token's heads."""
+    if norm_all_heads:
+        return min(tokens, _PROGRAMS_ALL_HEADS), 1
+    programs = min(tokens, _PROGRAMS)
+    tile_heads = _backward_tile_heads(tile_sizes(head_dim, rotary_dim, heads)["HEADS"])
+    return programs, min(triton.cdiv(heads, tile_heads), _PROGRAMS // max(programs, 1))
 
 
 def _make_constexprs(

@@ -13,37 +13,73 @@ from rope_patch.ops.kernels.tile import (
     load_pairs,
     load_unrotated,
     load_weights,
+    read_pairs,
     rotate,
     store_pairs,
     store_unrotated,
+    widen_pairs,
 )
 
 
 @triton.jit
-def _norm_and_rotate(
-    x, weight, out, rstd, heads, x_h, x_d, out_h, out_d, cos, sin, eps, OFFSET: tl.constexpr,
+def _norm_tile(
+    raw1, raw2, x, w1, w2, w3, out, rstd, heads, x_h, x_d, out_h, out_d, row, cos, sin, eps,
     NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate this program's heads of a token, which the pointers point at."""
+    """Norm, rotate and store a tile of which `read_pairs` read the pairs."""
+    x1, x2 = widen_pairs(raw1, raw2, PAIRS, HEADS, INTERLEAVED)
+    x3 = load_unrotated(x, heads, x_h, x_d, row, D, R, UNROTATED, HEADS)
+    squares = dot(x1, x2, x3, x1, x2, x3, NORM_ALL_HEADS, UNROTATED)
+    r = tl.rsqrt(squares / (D * heads if NORM_ALL_HEADS else D) + eps)
+    if SAVE:
+        rows = row + tl.arange(0, HEADS)
+        tl.store(rstd + rows, r, mask=rows < (1 if NORM_ALL_HEADS else heads))
+    r = r[:, None]
+    y1, y2 = rotate(x1 * r * w1, x2 * r * w2, cos, sin)
+    store_pairs(out, y1, y2, heads, out_h, out_d, row, R, PAIRS, HEADS, INTERLEAVED)
+    store_unrotated(out, x3 * r * w3, heads, out_h, out_d, row, D, R, UNROTATED, HEADS)
+
+
+@triton.jit
+def _norm_and_rotate(
+    raw1, raw2, x, weight, out, rstd, heads, x_h, x_d, out_h, out_d, first_row, cos, sin, eps,
+    OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
+    R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, IS_READ: tl.constexpr, ONE_TILE: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate a tile of a token's heads, and unless ONE_TILE those after it.
+
+    The pointers point at the token. If IS_READ, `read_pairs` read the pairs of the first tile.
+    """
     shared: tl.constexpr = HEADS if NORM_ALL_HEADS else 1
     weight_h: tl.constexpr = D if NORM_ALL_HEADS else 0
     w1, w2, w3 = load_weights(
         weight, heads, weight_h, 0, OFFSET, D, R, PAIRS, UNROTATED, shared, INTERLEAVED
     )
-    size = D * heads if NORM_ALL_HEADS else D
-    for row in range(tl.program_id(1) * HEADS, heads, tl.num_programs(1) * HEADS):
-        x1, x2 = load_pairs(x, heads, x_h, x_d, row, R, PAIRS, HEADS, INTERLEAVED)
-        x3 = load_unrotated(x, heads, x_h, x_d, row, D, R, UNROTATED, HEADS)
-        squares = dot(x1, x2, x3, x1, x2, x3, NORM_ALL_HEADS, UNROTATED)
-        r = tl.rsqrt(squares / size + eps)
-        if SAVE:
-            rows = row + tl.arange(0, HEADS)
-            tl.store(rstd + rows, r, mask=rows < (1 if NORM_ALL_HEADS else heads))
-        r = r[:, None]
-        y1, y2 = rotate(x1 * r * w1, x2 * r * w2, cos, sin)
-        store_pairs(out, y1, y2, heads, out_h, out_d, row, R, PAIRS, HEADS, INTERLEAVED)
-        store_unrotated(out, x3 * r * w3, heads, out_h, out_d, row, D, R, UNROTATED, HEADS)
+    if IS_READ:
+        _norm_tile(
+            raw1, raw2, x, w1, w2, w3, out, rstd, heads, x_h, x_d, out_h, out_d, first_row, cos,
+            sin, eps, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
+        )  # fmt: skip
+    if not ONE_TILE:
+        for row in range(first_row + (HEADS if IS_READ else 0), heads, HEADS):
+            raw1, raw2 = read_pairs(x, heads, x_h, x_d, row, R, PAIRS, HEADS, INTERLEAVED)
+            _norm_tile(
+                raw1, raw2, x, w1, w2, w3, out, rstd, heads, x_h, x_d, out_h, out_d, row, cos, sin,
+                eps, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _cos_sin_of_token(
+    positions, packed_freqs, sections, axis_stride, SECTIONS: tl.constexpr, R: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Return `angles` times the attention factor."""
+    cos, sin = angles(positions, packed_freqs, sections, axis_stride, SECTIONS, R, PAIRS)
+    factor = attention_factor(packed_freqs, R)
+    return cos * factor, sin * factor
 
 
 @triton.jit(
@@ -59,27 +95,64 @@ def forward_kernel(
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
     OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate one token, or a share of its heads (grid: tokens, shares)."""
+    """Norm and rotate one token, or one tile of its heads if ONE_TILE (grid: tokens, tiles).
+
+    The last tiles are those of keys. A tile is read while the angles are computed.
+    """
     token = tl.program_id(0).to(tl.int64)
     b = (tl.program_id(0) // S).to(tl.int64)
     s = (tl.program_id(0) % S).to(tl.int64)
     packed_freqs += b * freqs_b
     positions += b * positions_b + s * positions_s
-    cos, sin = angles(positions, packed_freqs, sections, positions_a, SECTIONS, R, PAIRS)
-    factor = attention_factor(packed_freqs, R)
-    cos *= factor
-    sin *= factor
-    _norm_and_rotate(
-        q + b * q_b + s * q_s, q_weight, q_out + b * qo_b + s * qo_s,
-        q_rstd + token * (1 if NORM_ALL_HEADS else H), H, q_h, q_d, qo_h, qo_d, cos, sin, eps,
-        OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
-    )  # fmt: skip
-    _norm_and_rotate(
-        k + b * k_b + s * k_s, k_weight, k_out + b * ko_b + s * ko_s,
-        k_rstd + token * (1 if NORM_ALL_HEADS else K), K, k_h, k_d, ko_h, ko_d, cos, sin, eps,
-        OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
-    )  # fmt: skip
+    q += b * q_b + s * q_s
+    k += b * k_b + s * k_s
+    q_out += b * qo_b + s * qo_s
+    k_out += b * ko_b + s * ko_s
+    q_rstd += token * (1 if NORM_ALL_HEADS else H)
+    k_rstd += token * (1 if NORM_ALL_HEADS else K)
+    if ONE_TILE:
+        q_tiles = tl.cdiv(H, HEADS)
+        if tl.program_id(1) < q_tiles:
+            row = tl.program_id(1) * HEADS
+            raw1, raw2 = read_pairs(q, H, q_h, q_d, row, R, PAIRS, HEADS, INTERLEAVED)
+            cos, sin = _cos_sin_of_token(
+                positions, packed_freqs, sections, positions_a, SECTIONS, R, PAIRS
+            )
+            _norm_and_rotate(
+                raw1, raw2, q, q_weight, q_out, q_rstd, H, q_h, q_d, qo_h, qo_d, row, cos, sin, eps,
+                OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, True,
+                True,
+            )  # fmt: skip
+        else:
+            row = (tl.program_id(1) - q_tiles) * HEADS
+            raw1, raw2 = read_pairs(k, K, k_h, k_d, row, R, PAIRS, HEADS, INTERLEAVED)
+            cos, sin = _cos_sin_of_token(
+                positions, packed_freqs, sections, positions_a, SECTIONS, R, PAIRS
+            )
+            _norm_and_rotate(
+                raw1, raw2, k, k_weight, k_out, k_rstd, K, k_h, k_d, ko_h, ko_d, row, cos, sin, eps,
+                OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, True,
+                True,
+            )  # fmt: skip
+    else:
+        raw1, raw2 = read_pairs(q, H, q_h, q_d, 0, R, PAIRS, HEADS, INTERLEAVED)
+        cos, sin = _cos_sin_of_token(
+            positions, packed_freqs, sections, positions_a, SECTIONS, R, PAIRS
+        )
+        _norm_and_rotate(
+            raw1, raw2, q, q_weight, q_out, q_rstd, H, q_h, q_d, qo_h, qo_d, 0, cos, sin, eps,
+            OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
+            True, NORM_ALL_HEADS,
+        )  # fmt: skip
+        if NORM_ALL_HEADS:
+            raw1, raw2 = read_pairs(k, K, k_h, k_d, 0, R, PAIRS, HEADS, INTERLEAVED)
+        _norm_and_rotate(
+            raw1, raw2, k, k_weight, k_out, k_rstd, K, k_h, k_d, ko_h, ko_d, 0, cos, sin, eps,
+            OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
+            NORM_ALL_HEADS, NORM_ALL_HEADS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -90,15 +163,21 @@ def _gradients(
     positions_a, positions_b, positions_s, freqs_b, D: tl.constexpr, R: tl.constexpr,
     PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
     SECTIONS: tl.constexpr, OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr,
-    RECOMPUTE_INPUT: tl.constexpr, WEIGHTS: tl.constexpr,
+    RECOMPUTE_INPUT: tl.constexpr, WEIGHTS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of queries or keys for every token of this program."""
+    """Compute the gradients of this program's share of queries or keys, for all its tokens."""
     shared: tl.constexpr = HEADS if NORM_ALL_HEADS else 1
     weight_h: tl.constexpr = D if NORM_ALL_HEADS else 0
     w1, w2, w3 = load_weights(
         weight, heads, weight_h, 0, OFFSET, D, R, PAIRS, UNROTATED, shared, INTERLEAVED
     )
     size = D * heads if NORM_ALL_HEADS else D
+    first_row = tl.program_id(2) * HEADS if SHARED else 0
+    step = tl.num_programs(2) * HEADS if SHARED else HEADS
+    if RECOMPUTE_INPUT:  # divide once, not for each head; masked weights are 0
+        inverse1 = 1.0 / tl.where(w1 == 0, 1.0, w1)
+        inverse2 = 1.0 / tl.where(w2 == 0, 1.0, w2)
+        inverse3 = 1.0 / tl.where(w3 == 0, 1.0, w3)
     sum1 = tl.zeros((HEADS, PAIRS), dtype=tl.float32)
     sum2 = tl.zeros((HEADS, PAIRS), dtype=tl.float32)
     sum3 = tl.zeros((HEADS, UNROTATED if UNROTATED > 0 else 1), dtype=tl.float32)
@@ -109,11 +188,12 @@ def _gradients(
         row_positions = positions + b * positions_b + s * positions_s
         cos, sin = angles(row_positions, row_freqs, sections, positions_a, SECTIONS, R, PAIRS)
         factor = attention_factor(row_freqs, R)
+        inverse_factor = 1.0 / factor
         x = saved + b * saved_b + s * saved_s
         g = grad + b * grad_b + s * grad_s
         x_grad = out + b * out_b + s * out_s
         reciprocals = rstd + token * (1 if NORM_ALL_HEADS else heads)
-        for row in range(0, heads, HEADS):
+        for row in range(first_row, heads, step):
             g1, g2 = load_pairs(g, heads, grad_h, grad_d, row, R, PAIRS, HEADS, INTERLEAVED)
             g3 = load_unrotated(g, heads, grad_h, grad_d, row, D, R, UNROTATED, HEADS)
             g1, g2 = rotate(g1, g2, cos * factor, -sin * factor)
@@ -126,10 +206,8 @@ def _gradients(
                 r = tl.load(reciprocals + rows, mask=rows < heads, other=0.0)
             r = r[:, None]
             if RECOMPUTE_INPUT:  # x is the output: rotate it back and divide by the weights
-                n1, n2 = rotate(n1, n2, cos / factor, -sin / factor)
-                n1 = n1 / tl.where(w1 == 0, 1.0, w1)  # masked weights are 0
-                n2 = n2 / tl.where(w2 == 0, 1.0, w2)
-                n3 = n3 / tl.where(w3 == 0, 1.0, w3)
+                n1, n2 = rotate(n1, n2, cos * inverse_factor, -sin * inverse_factor)
+                n1, n2, n3 = n1 * inverse1, n2 * inverse2, n3 * inverse3
             else:
                 n1, n2, n3 = n1 * r, n2 * r, n3 * r
             total = dot(g1 * w1, g2 * w2, g3 * w3, n1, n2, n3, NORM_ALL_HEADS, UNROTATED)
@@ -170,16 +248,18 @@ def backward_kernel(
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
     OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, RECOMPUTE_INPUT: tl.constexpr,
-    WEIGHTS: tl.constexpr,
+    WEIGHTS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients: half of the programs take queries, half keys (grid: programs, 2).
+    """Compute all gradients: half of the programs take queries, half keys.
 
-    `weight_grads` is `[programs, weights of q and then of k]`, whose rows are to be summed; it
-    is written if WEIGHTS.
+    The grid is (programs, 2, shares of a token's heads), with several shares if SHARED.
+    `weight_grads` is `[programs * shares, weights of q and then of k]`, whose rows are to be
+    summed; it is written if WEIGHTS.
     """
     q_size = D * H if NORM_ALL_HEADS else D
     k_size = D * K if NORM_ALL_HEADS else D
-    weight_sums = weight_grads + tl.program_id(0).to(tl.int64) * (q_size + k_size)
+    weight_row = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
+    weight_sums = weight_grads + weight_row.to(tl.int64) * (q_size + k_size)
     if tl.program_id(1) == 0:
         _gradients(
             q, q_weight, q_rstd, q_grad, q_out, weight_sums, positions, packed_freqs, sections,
@@ -187,7 +267,7 @@ def backward_kernel(
             q_b, q_s, q_h, q_d, qg_b, qg_s, qg_h, qg_d, qo_b, qo_s, qo_h, qo_d,
             positions_a, positions_b, positions_s, freqs_b,
             D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS,
-            RECOMPUTE_INPUT, WEIGHTS,
+            RECOMPUTE_INPUT, WEIGHTS, SHARED,
         )  # fmt: skip
     else:
         _gradients(
@@ -197,5 +277,5 @@ def backward_kernel(
             k_b, k_s, k_h, k_d, kg_b, kg_s, kg_h, kg_d, ko_b, ko_s, ko_h, ko_d,
             positions_a, positions_b, positions_s, freqs_b,
             D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS,
-            RECOMPUTE_INPUT, WEIGHTS,
+            RECOMPUTE_INPUT, WEIGHTS, SHARED,
         )  # fmt: skip

@@ -7,7 +7,7 @@ autograd function, but a graph does not pay it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -25,11 +25,11 @@ from rope_patch.ops.kernels.launcher import (
 from rope_patch.ops.kernels.tile import (
     angles,
     attention_factor,
-    load_pairs,
+    read_rows,
     rotate,
     stochastic_round,
-    store_pairs,
-    unrotated_at,
+    store_rows,
+    widen_pairs,
 )
 from rope_patch.ops.validation import validate_shapes
 
@@ -37,21 +37,46 @@ from rope_patch.ops.validation import validate_shapes
 
 
 @triton.jit
-def _rotate_heads(
-    x, out, heads, x_h, x_d, out_h, out_d, row, cos, sin, D: tl.constexpr, R: tl.constexpr,
-    PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+def _token_rows(
+    q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS: tl.constexpr, DENSE: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    first, second = load_pairs(x, heads, x_h, x_d, row, R, PAIRS, HEADS, INTERLEAVED)
+    """Return heads from `row` on, keys after queries: pointers, a mask, strides of dimensions.
+
+    `q` and `k` point at the token. The pointers and the mask are `[HEADS, 1]`.
+    """
+    rows = (row + tl.arange(0, HEADS))[:, None].to(tl.int64)
+    if KEYS:
+        is_q = rows < H
+        start = tl.where(is_q, q, k - H.to(tl.int64) * k_h) + rows * tl.where(is_q, q_h, k_h)
+        # A constant tells the compiler that the dimensions are neighbours.
+        return start, rows < H + K, 1 if DENSE else tl.where(is_q, q_d, k_d)
+    else:
+        return q + rows * q_h, rows < H, q_d
+
+
+@triton.jit
+def _rotate_tile(
+    raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K, row, cos, sin,
+    D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
+    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, STOCHASTIC: tl.constexpr, KEYS: tl.constexpr,
+    DENSE: tl.constexpr,
+):  # fmt: skip
+    """Rotate and store a tile of which `read_rows` read the pairs."""
+    first, second = widen_pairs(raw1, raw2, PAIRS, HEADS, INTERLEAVED)
     first, second = rotate(first, second, cos, sin)
+    target, valid, target_d = _token_rows(
+        q_out, k_out, qo_h, ko_h, qo_d, ko_d, H, K, row, KEYS, DENSE, HEADS
+    )
     if STOCHASTIC:
-        first = stochastic_round(first, out.dtype.element_ty)
-        second = stochastic_round(second, out.dtype.element_ty)
-    store_pairs(out, first, second, heads, out_h, out_d, row, R, PAIRS, HEADS, INTERLEAVED)
+        first = stochastic_round(first, q_out.dtype.element_ty)
+        second = stochastic_round(second, q_out.dtype.element_ty)
+    store_rows(target, valid, first, second, target_d, R, PAIRS, HEADS, INTERLEAVED)
     if UNROTATED > 0:
-        source, valid = unrotated_at(x, heads, x_h, x_d, row, D, R, UNROTATED, HEADS)
-        target, _ = unrotated_at(out, heads, out_h, out_d, row, D, R, UNROTATED, HEADS)
-        tl.store(target, tl.load(source, mask=valid), mask=valid)
+        source, _, d = _token_rows(q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS, DENSE, HEADS)
+        column = (R + tl.arange(0, UNROTATED))[None, :]
+        valid = valid & (column < D)
+        tl.store(target + column * target_d, tl.load(source + column * d, mask=valid), mask=valid)
 
 
 @triton.jit(
@@ -66,44 +91,52 @@ def rope_kernel(
     positions_a, positions_b, positions_s, freqs_b,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, CONJUGATE: tl.constexpr,
-    SECTIONS: tl.constexpr, KEYS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SECTIONS: tl.constexpr, KEYS: tl.constexpr, STOCHASTIC: tl.constexpr, DENSE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one token, or a share of its heads (grid: tokens, shares).
+    """Rotate one token, or one tile of its heads if ONE_TILE (grid: tokens, tiles).
 
-    The angles are computed once for all heads of queries and keys. The backward pass negates the
-    angle, because the rotation is orthogonal up to the attention factor. STOCHASTIC is for keys
-    that are re-rotated many times: see `rope_patch.ops.reference.rerotate_`.
+    Queries and keys are one list of heads, which a tile may hold both of, and the angles are
+    computed once for them. The backward pass negates the angle, because the rotation is orthogonal
+    up to the attention factor. STOCHASTIC is for keys that are re-rotated many times: see
+    `rope_patch.ops.reference.rerotate_`.
     """
     b = (tl.program_id(0) // S).to(tl.int64)
     s = (tl.program_id(0) % S).to(tl.int64)
     packed_freqs += b * freqs_b
     positions += b * positions_b + s * positions_s
+    q += b * q_b + s * q_s
+    q_out += b * qo_b + s * qo_s
+    k += b * k_b + s * k_s
+    k_out += b * ko_b + s * ko_s
+    row = tl.program_id(1) * HEADS
+    # The first tile is read while the angles are computed.
+    start, valid, d = _token_rows(q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS, DENSE, HEADS)
+    raw1, raw2 = read_rows(start, valid, d, R, PAIRS, INTERLEAVED)
     cos, sin = angles(positions, packed_freqs, sections, positions_a, SECTIONS, R, PAIRS)
     factor = attention_factor(packed_freqs, R)
     cos *= factor
     sin *= factor
     if CONJUGATE:
         sin = -sin
-    share = tl.program_id(1) * HEADS
-    step = tl.num_programs(1) * HEADS
-    q += b * q_b + s * q_s
-    q_out += b * qo_b + s * qo_s
-    for row in range(share, H, step):
-        _rotate_heads(
-            q, q_out, H, q_h, q_d, qo_h, qo_d, row, cos, sin, D, R, PAIRS, UNROTATED, HEADS,
-            INTERLEAVED, STOCHASTIC,
-        )  # fmt: skip
-    if KEYS:
-        k += b * k_b + s * k_s
-        k_out += b * ko_b + s * ko_s
-        for row in range(share, K, step):
-            _rotate_heads(
-                k, k_out, K, k_h, k_d, ko_h, ko_d, row, cos, sin, D, R, PAIRS, UNROTATED, HEADS,
-                INTERLEAVED, STOCHASTIC,
+    _rotate_tile(
+        raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K, row,
+        cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, STOCHASTIC, KEYS, DENSE,
+    )  # fmt: skip
+    if not ONE_TILE:
+        for row in range(HEADS, H + (K if KEYS else 0), HEADS):
+            start, valid, d = _token_rows(q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS, DENSE, HEADS)
+            raw1, raw2 = read_rows(start, valid, d, R, PAIRS, INTERLEAVED)
+            _rotate_tile(
+                raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K,
+                row, cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, STOCHASTIC, KEYS, DENSE,
             )  # fmt: skip
 
 
 # -- launch ----------------------------------------------------------------------------------------
+
+# Strides of results for queries and for keys; None: like the input.
+Layouts: TypeAlias = "tuple[tuple[int, ...] | None, tuple[int, ...] | None]"
 
 _launcher = Launcher(rope_kernel)
 
@@ -119,19 +152,27 @@ def launch(
     conjugate: bool,
     inplace: bool = False,
     stochastic: bool = False,
+    layouts: Layouts = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch the kernel; its results equal `rope_patch.ops.reference.rope`.
 
     Args:
         inplace: Overwrite q and k.
         stochastic: Round as `rope_patch.ops.reference.rerotate_` does.
+        layouts: Strides of the results; None: like q or k.
     """
-    q_out = q if inplace else torch.empty_like(q)
-    keys, keys_out = q, q_out  # without keys, the kernel does not read these pointers
-    k_out = None
-    if k is not None:
-        keys = k
-        keys_out = k_out = k if inplace else torch.empty_like(k)
+    if k is not None and k.dtype != q.dtype:  # a tile has one dtype
+        settings = (interleaved, heads_dim, conjugate, inplace, stochastic)
+        alone = (positions, packed_freqs, sections, *settings)
+        return (
+            launch(q, None, *alone, (layouts[0], None))[0],
+            launch(k, None, *alone, (layouts[1], None))[0],
+        )
+    q_out = q if inplace else _empty(q, layouts[0])
+    k_out: torch.Tensor | None = k if k is None or inplace else _empty(k, layouts[1])
+    # Without keys, the kernel does not read these pointers.
+    keys = q if k is None else k
+    keys_out = q_out if k_out is None else k_out
     axes = packed_freqs if sections is None else sections
     key = (
         q.shape, q.stride(), q.dtype, keys.shape, keys.stride(), keys.dtype, k is None,
@@ -139,7 +180,7 @@ def launch(
         packed_freqs.shape, packed_freqs.stride(), packed_freqs.dtype,
         None if sections is None else (sections.shape, sections.stride(), sections.dtype),
         q.device, keys.device, positions.device, packed_freqs.device, interleaved, heads_dim,
-        conjugate, inplace, stochastic,
+        conjugate, inplace, stochastic, layouts,
     )  # fmt: skip
 
     if q.numel() or (k is not None and k.numel()):
@@ -151,6 +192,12 @@ def launch(
             sections, settings,
         )  # fmt: skip
     return q_out, k_out
+
+
+def _empty(x: torch.Tensor, layout: tuple[int, ...] | None) -> torch.Tensor:
+    if layout is None:
+        return torch.empty_like(x)
+    return torch.empty_strided(x.shape, layout, dtype=x.dtype, device=x.device)
 
 
 def _make_spec(
@@ -167,15 +214,16 @@ def _make_spec(
     validate_shapes(q, k, positions, packed_freqs, sections, heads_dim)
     keys = q if k is None else k
     tokens, heads, key_heads = q.shape[3 - heads_dim], q.shape[heads_dim], keys.shape[heads_dim]
-    max_heads = max(heads, key_heads)
-    sizes = tile_sizes(q.shape[-1], 2 * (packed_freqs.shape[-1] - 1), max_heads)
+    all_heads = heads if k is None else heads + key_heads
+    sizes = tile_sizes(q.shape[-1], 2 * (packed_freqs.shape[-1] - 1), all_heads)
+    tiles = head_splits(q.shape[0] * tokens, (all_heads,), sizes)
     if inplace:
         sizes["UNROTATED"] = 0  # in place, these dimensions need no copy
     scalars = [tokens, heads, key_heads]
     for x in (q, keys, q_out, keys_out):
         scalars += strides(x, heads_dim)
     return LaunchSpec(
-        (q.shape[0] * tokens, head_splits(q.shape[0] * tokens, max_heads, sizes["HEADS"]), 1),
+        (q.shape[0] * tokens, tiles, 1),
         (*scalars, *position_strides(positions), row_stride(packed_freqs)),
         {
             **sizes,
@@ -184,6 +232,8 @@ def _make_spec(
             "SECTIONS": sections is not None,
             "KEYS": k is not None,
             "STOCHASTIC": stochastic,
+            "DENSE": all(x.stride(-1) == 1 for x in (q, keys, q_out, keys_out)),
+            "ONE_TILE": tiles * sizes["HEADS"] >= all_heads,
         },
     )
 
@@ -192,7 +242,11 @@ def _make_spec(
 
 
 class RopeFunction(torch.autograd.Function):
-    """Rotation; its gradient is the backward rotation, and so on for higher derivatives."""
+    """Rotation; its gradient is the backward rotation, and so on for higher derivatives.
+
+    Gradients get the memory layout of q and k, whatever that of the incoming gradients is: then the
+    view that split a projection into heads passes its gradient on without a copy.
+    """
 
     @staticmethod
     def forward(
@@ -206,30 +260,39 @@ class RopeFunction(torch.autograd.Function):
         heads_dim: int,
         conjugate: bool,
         inplace: bool,
+        layouts: Layouts = (None, None),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.save_for_backward(positions, packed_freqs, sections)
         ctx.set_materialize_grads(False)
         ctx.settings = (interleaved, heads_dim, not conjugate)
         if inplace:
             ctx.mark_dirty(*(x for x in (q, k) if x is not None))
-        return launch(
-            q, k, positions, packed_freqs, sections, interleaved, heads_dim, conjugate, inplace
-        )
+        rotated = launch(
+            q, k, positions, packed_freqs, sections, interleaved, heads_dim, conjugate, inplace,
+            False, layouts,
+        )  # fmt: skip
+        # In place, q and k are no views, and second derivatives can have any layout.
+        keeps = not inplace and layouts == (None, None)
+        ctx.layouts = tuple(x.stride() if keeps and x is not None else None for x in rotated)
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         needed_grads = [g if n else None for g, n in zip(grads, ctx.needs_input_grad)]  # noqa: B905
-        rotated = _rotate_grads(*needed_grads, *ctx.saved_tensors, *ctx.settings)
-        return *rotated, None, None, None, None, None, None, None
+        rotated = _rotate_grads(*needed_grads, *ctx.saved_tensors, *ctx.settings, ctx.layouts)
+        return *rotated, None, None, None, None, None, None, None, None
 
 
 def _rotate_grads(
-    q: torch.Tensor | None, k: torch.Tensor | None, *rest: Any
+    q: torch.Tensor | None, k: torch.Tensor | None, *rest_and_layouts: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Rotate those of the two gradients that exist, in one launch."""
+    *rest, layouts = rest_and_layouts
     if q is None:
-        return (None, None) if k is None else (None, RopeFunction.apply(k, None, *rest, False)[0])
-    return RopeFunction.apply(q, k, *rest, False)
+        if k is None:
+            return None, None
+        return None, RopeFunction.apply(k, None, *rest, False, (layouts[1], None))[0]
+    return RopeFunction.apply(q, k, *rest, False, layouts)
 
 
 # -- custom op, for graphs -------------------------------------------------------------------------

@@ -54,7 +54,54 @@ def angles(
         position = tl.load(positions + axis * axis_stride, mask=valid, other=0).to(tl.int64)
     else:
         position = tl.load(positions).to(tl.int64)
-    return cos_sin(position * freqs)
+    cos, sin = cos_sin(position * freqs)
+    # Each thread computes few angles and gets the others through shared memory. Without the sums
+    # over one column, Triton lets each thread compute all angles that it uses.
+    return tl.sum(cos[:, None], axis=1), tl.sum(sin[:, None], axis=1)
+
+
+@triton.jit
+def read_pairs(
+    x, heads, head_stride, stride, row, R: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Load heads from `row` on in their dtype, for `widen_pairs`: a load that can start early.
+
+    `stride` is the stride of the head's dimensions.
+    """
+    rows = row + tl.arange(0, HEADS)
+    start = x + rows[:, None].to(tl.int64) * head_stride
+    return read_rows(start, (rows < heads)[:, None], stride, R, PAIRS, INTERLEAVED)
+
+
+@triton.jit
+def read_rows(
+    start, valid, stride, R: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Do `read_pairs` for heads that start at the pointers `start`, `[HEADS, 1]`."""
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * PAIRS)
+        if R != 2 * PAIRS:
+            valid = valid & (column < R)[None, :]
+        both = tl.load(start + column[None, :] * stride, mask=valid, other=0.0)
+        return both, both
+    else:
+        pair = tl.arange(0, PAIRS)
+        if R != 2 * PAIRS:
+            valid = valid & (pair < R // 2)[None, :]
+        at = start + pair[None, :] * stride
+        first = tl.load(at, mask=valid, other=0.0)
+        second = tl.load(at + (R // 2) * stride, mask=valid, other=0.0)
+        return first, second
+
+
+@triton.jit
+def widen_pairs(first, second, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return what `read_pairs` loaded as two `[HEADS, PAIRS]` in float32."""
+    if INTERLEAVED:
+        return tl.split(tl.reshape(first.to(tl.float32), (HEADS, PAIRS, 2)))
+    else:
+        return first.to(tl.float32), second.to(tl.float32)
 
 
 @triton.jit
@@ -62,27 +109,9 @@ def load_pairs(
     x, heads, head_stride, stride, row, R: tl.constexpr, PAIRS: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Load heads from `row` on as two `[HEADS, PAIRS]` in float32.
-
-    `stride` is the stride of the head's dimensions.
-    """
-    rows = row + tl.arange(0, HEADS)
-    start = x + rows[:, None].to(tl.int64) * head_stride
-    valid = (rows < heads)[:, None]
-    if INTERLEAVED:
-        column = tl.arange(0, 2 * PAIRS)
-        if R != 2 * PAIRS:
-            valid = valid & (column < R)[None, :]
-        both = tl.load(start + column[None, :] * stride, mask=valid, other=0.0)
-        first, second = tl.split(tl.reshape(both.to(tl.float32), (HEADS, PAIRS, 2)))
-    else:
-        pair = tl.arange(0, PAIRS)
-        if R != 2 * PAIRS:
-            valid = valid & (pair < R // 2)[None, :]
-        at = start + pair[None, :] * stride
-        first = tl.load(at, mask=valid, other=0.0).to(tl.float32)
-        second = tl.load(at + (R // 2) * stride, mask=valid, other=0.0).to(tl.float32)
-    return first, second
+    """Load heads from `row` on as two `[HEADS, PAIRS]` in float32."""
+    first, second = read_pairs(x, heads, head_stride, stride, row, R, PAIRS, HEADS, INTERLEAVED)
+    return widen_pairs(first, second, PAIRS, HEADS, INTERLEAVED)
 
 
 @triton.jit
@@ -109,7 +138,16 @@ def store_pairs(
     rows = row + tl.arange(0, HEADS)
     start = x + rows[:, None].to(tl.int64) * head_stride
     valid = (rows < heads)[:, None]
-    dtype = x.dtype.element_ty
+    store_rows(start, valid, first, second, stride, R, PAIRS, HEADS, INTERLEAVED)
+
+
+@triton.jit
+def store_rows(
+    start, valid, first, second, stride, R: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Do `store_pairs` for heads that start at the pointers `start`, `[HEADS, 1]`."""
+    dtype = start.dtype.element_ty
     if INTERLEAVED:
         column = tl.arange(0, 2 * PAIRS)
         if R != 2 * PAIRS:

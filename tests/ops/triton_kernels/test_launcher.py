@@ -156,8 +156,7 @@ def test_equal_launch_is_reused(launches, name):
 
 
 CHANGES = {
-    "another dtype": lambda x: {"q": x["q"].float()},
-    "keys of another dtype": lambda x: {"k": x["k"].float()},
+    "another dtype": lambda x: {"q": x["q"].float(), "k": x["k"].float()},
     "other strides": lambda x: {"q": empty(2, 4, 4, 128)[..., :64]},
     "keys of other strides": lambda x: {"k": empty(2, 4, 2, 128)[..., :64]},
     "more heads": lambda x: {"q": empty(2, 4, 5, 64)},
@@ -177,8 +176,16 @@ ROPE_CHANGES = {
     "in place": lambda x: {"inplace": True},
     "stochastic": lambda x: {"stochastic": True},
     "queries alone": lambda x: {"k": None},
+    "results of other strides": lambda x: {
+        "layouts": (empty(2, 4, 4, 128)[..., :64].stride(), None)
+    },
+    "keys' results of other strides": lambda x: {
+        "layouts": (None, empty(2, 4, 2, 128)[..., :64].stride())
+    },
 }
 NORM_CHANGES = {
+    "queries of another dtype": lambda x: {"q": x["q"].float()},
+    "keys of another dtype": lambda x: {"k": x["k"].float()},
     "wide weights": lambda x: {"q_weight": x["q_weight"].float()},
     "wide weights of keys": lambda x: {"k_weight": x["k_weight"].float()},
     "together": lambda x: {"q_weight": empty(4, 64), "k_weight": empty(2, 64)},
@@ -220,6 +227,18 @@ def test_different_launch_goes_through_triton(launches, name, change):
     function(**changed)
     function(**arguments)
     assert len(recorder.fast) == 2
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_keys_of_another_dtype_take_a_launch_of_their_own(launches, inplace):
+    """A tile can hold both queries and keys, so they must have one dtype."""
+    arguments = rope_inputs() | {"k": empty(2, 4, 2, 64, dtype=torch.float32), "inplace": inplace}
+    q, k = rope.launch(**arguments)
+    assert (q.dtype, k.dtype) == (DTYPE, torch.float32)
+    assert (q is arguments["q"], k is arguments["k"]) == (inplace, inplace)
+    (first, second) = launches.rope.slow
+    assert [call.args[0] for call in (first, second)] == [arguments["q"], arguments["k"]]
+    assert not any(call.constants["KEYS"] for call in (first, second))
 
 
 @pytest.mark.parametrize("name", ["packed_freqs", "sections"])
@@ -313,7 +332,7 @@ def test_weights_take_a_launch_of_their_own_if_they_are_trained(launches):
     qk_norm_rope.launch_backward(**backward_inputs())
     (call,) = launches.sum.slow
     assert call.grid == (2 * 64 // 16, 1, 1)
-    assert call.args[3:] == (8, 64, 64)
+    assert call.args[3:] == (16, 64, 64)  # 8 tokens, and 2 programs share the heads of each
 
 
 # -- grids -----------------------------------------------------------------------------------------
@@ -331,16 +350,49 @@ def test_tokens_are_in_the_first_grid_dimension(launches, tokens):
             assert call.grid == (3 * tokens, 1, 1)
 
 
-@pytest.mark.parametrize(("tokens", "shares"), [(1, 4), (1023, 4), (1024, 1)])
-def test_few_tokens_are_shared_between_programs(launches, tokens, shares):
-    """Check that 64 heads of 64 dimensions are split into 4 tiles of 16 heads."""
+@pytest.mark.parametrize(
+    ("tokens", "tile", "programs"),
+    [(1, 8, (9, 9)), (1023, 8, (9, 9)), (1024, 16, (5, 5)), (4095, 16, (5, 5)), (4096, 16, (1, 1))],
+)
+def test_few_tokens_are_shared_between_programs(launches, tokens, tile, programs):
+    """Check that 64 + 2 heads of 64 dimensions are split into tiles of 16 or 8 heads."""
     sizes = {"batch": 1, "tokens": tokens, "heads": 64}
-    for name in ("rope", "forward"):
+    for name, count in zip(("rope", "forward"), programs, strict=True):
         function, inputs = KERNELS[name]
         function(**inputs(**sizes))
         (call,) = getattr(launches, name).slow
-        assert call.constants["HEADS"] == 16
-        assert call.grid == (tokens, shares, 1)
+        assert call.constants["HEADS"] == tile
+        assert call.grid == (tokens, count, 1)
+        assert call.constants["ONE_TILE"] == (count > 1)
+
+
+def test_queries_and_keys_share_a_tile(launches):
+    """All 9 + 3 heads of 64 dimensions fit into a tile of 16, so one program has all the work."""
+    rope.launch(**rope_inputs(batch=1, tokens=8192, heads=9, key_heads=3))
+    (call,) = launches.rope.slow
+    assert call.constants["HEADS"] == 16
+    assert call.constants["ONE_TILE"]
+    assert call.grid == (8192, 1, 1)
+
+
+@pytest.mark.parametrize(("tokens", "shares"), [(1, 4), (512, 4), (1024, 2), (2047, 1), (2048, 1)])
+def test_few_tokens_are_shared_in_the_backward_pass(launches, tokens, shares):
+    """The rows of partial sums stay within 2048, because a second launch sums them."""
+    qk_norm_rope.launch_backward(**backward_inputs(batch=1, tokens=tokens, heads=32))
+    (call,) = launches.backward.slow
+    assert call.constants["HEADS"] == 8
+    assert call.grid == (tokens, 2, shares)
+    assert call.args[10].shape == (tokens * shares, 2 * 64)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256, 2048, 4096])
+@pytest.mark.parametrize("heads", [1, 5])
+def test_wide_heads_have_a_tile_of_one_head(launches, head_dim, heads):
+    inputs = rope_inputs(batch=1, tokens=1, heads=heads, dim=head_dim)
+    rope.launch(**inputs | {"packed_freqs": integers(head_dim // 2 + 1)})
+    (call,) = launches.rope.slow
+    assert call.constants["HEADS"] >= 1
+    assert call.grid[1] * call.constants["HEADS"] >= heads + 2
 
 
 @pytest.mark.parametrize("heads", [1, 5, 40])

@@ -1,5 +1,7 @@
 """Test autograd of the rotation in Triton: gradients, saved tensors, in-place use."""
 
+from collections import Counter
+
 import pytest
 import torch
 from helpers.exact_rotation import (
@@ -12,6 +14,7 @@ from helpers.exact_rotation import (
     make_rotation,
 )
 from rope_checks import check, draw_pair, rotate_back
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
@@ -51,6 +54,74 @@ def test_backward_rotates_only_required_gradients(monkeypatch, index):
     ((x, other),) = calls
     assert x.shape == inputs[index].shape
     assert other is None
+
+
+PROJECTED = {
+    # [B, S, H, D], as a projection's view to heads, and as slices of a packed projection
+    "views": lambda: [torch.randn(2, 5, n, 64) for n in (3, 2)],
+    "packed": lambda: list(torch.randn(2, 5, 7, 64).split((3, 2, 2), dim=2))[:2],
+}
+
+
+@pytest.mark.parametrize("projected", PROJECTED)
+@pytest.mark.parametrize("norm", [False, True])
+def test_gradients_have_the_layout_of_queries_and_keys(projected, norm):
+    """Eager attention's gradients are contiguous in [B, H, S, D], and queries in [B, S, H, D]."""
+    rotation = make_rotation(64, tokens=5, heads_dim=1)
+    leaves = [x.to(DEVICE).requires_grad_() for x in PROJECTED[projected]()]
+    q, k = (x.transpose(1, 2) for x in leaves)
+    grads = [draw(2, n, 5, 64, seed=n) for n in (3, 2)]
+    assert all(g.is_contiguous() for g in grads)
+    if norm:
+        weights = [torch.rand(64, device=DEVICE) for _ in range(2)]
+        outputs = rotation.norm_and_rope(q, k, *weights, eps=1e-6)
+        truths = [
+            torch.autograd.grad(rotation.true_norm_and_rope(x, w, 1e-6), x, g.cpu().double())[0]
+            for x, w, g in zip((q, k), weights, grads, strict=True)
+        ]
+    else:
+        outputs = rotation.rope(q, k)
+        truths = [rotate_back(rotation, x, g) for x, g in zip((q, k), grads, strict=True)]
+    for grad, truth in zip(torch.autograd.grad(outputs, [q, k], grads), truths, strict=True):
+        assert_rounded(grad, truth, slack=2e-6)
+        assert grad.transpose(1, 2).is_contiguous()
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts PyTorch's operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_gradients_reach_projections_without_a_copy():
+    rotation = make_rotation(64, tokens=5, heads_dim=1)
+    hidden = draw(2, 5, 32)
+    projections = [torch.nn.Linear(32, n * 64, device=DEVICE) for n in (3, 2)]
+    q, k = (p(hidden).view(2, 5, -1, 64).transpose(1, 2) for p in projections)
+    outputs = rotation.rope(q, k)
+    grads = [torch.ones_like(x).contiguous() for x in outputs]
+    assert all(g.stride() != x.stride() for g, x in zip(grads, outputs, strict=True))
+    with OperatorCounter() as counter:
+        torch.autograd.backward(outputs, grads)
+    # Triton's interpreter uses `copy_`; a reshape that copies would use `clone`.
+    assert counter.counts["view"] >= 2
+    assert not counter.counts["clone"]
+
+
+@pytest.mark.parametrize("needed", [0, 1])
+def test_layout_of_the_only_gradient(needed):
+    rotation = make_rotation(64, tokens=5, heads_dim=1)
+    leaves = [torch.randn(2, 5, n, 64, device=DEVICE) for n in (3, 2)]
+    leaves[needed].requires_grad_()
+    output = rotation.rope(*(x.transpose(1, 2) for x in leaves))[needed]
+    (grad,) = torch.autograd.grad(output, leaves[needed], torch.ones_like(output).contiguous())
+    assert grad.stride() == leaves[needed].stride()
 
 
 def test_queries_without_keys():
