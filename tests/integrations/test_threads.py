@@ -19,6 +19,7 @@ from helpers.tiny_models import (
     step_by_step,
     tokens,
 )
+from torch._dynamo.utils import counters
 
 import rope_patch
 from rope_patch.patching.dynamic.hooks import LengthHooks
@@ -239,8 +240,10 @@ def test_interrupted_forward_is_cleaned_up_by_the_next():
 
 def test_compiled_models_in_threads():
     torch._dynamo.reset()
+    counters.clear()
     model = make_patched("dynamic-yarn")
-    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
+    # Threads with fullgraph=True fail at random, because they share torch's count of graphs.
+    compiled = torch.compile(model, backend="eager", dynamic=True)
     lengths = (SHORT, LONG, 4 * TRAINED)
     expected = [logits(compiled, length) for length in lengths]
     run_in_threads(
@@ -249,6 +252,8 @@ def test_compiled_models_in_threads():
             for length, expected_logits in zip(lengths, expected, strict=True)
         )
     )
+    assert counters["frames"]["ok"]
+    assert not counters["graph_break"]
     torch._dynamo.reset()
 
 
