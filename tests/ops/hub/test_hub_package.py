@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
+from standalone_kernels import load
 from torch._subclasses import FakeTensorMode
 
 from rope_patch import ops
@@ -17,7 +18,6 @@ from rope_patch.ops.hub.__main__ import main
 from rope_patch.ops.hub.package import BACKENDS, build_package
 from rope_patch.ops.hub.source_tree import collect_sources, make_standalone
 from rope_patch.utils.errors import Refused
-from tests.ops.hub.standalone_kernels import load
 
 SCRIPT = Path(__file__).with_name("standalone_kernels.py")
 
