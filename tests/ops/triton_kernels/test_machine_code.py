@@ -16,12 +16,8 @@ from filelock import FileLock
 
 pytest.importorskip("triton")
 
-from rope_patch.benchmarks.kernels.machine_code import (
-    MODEL_JOBS,
-    VARIANT_JOBS,
-    Code,
-    format_table,
-)
+from rope_patch.benchmarks.kernels.launch_code import Code
+from rope_patch.benchmarks.kernels.machine_code import MODEL_JOBS, VARIANT_JOBS, format_table
 from rope_patch.benchmarks.kernels.sass import TOOLS
 
 NVIDIA, AMD = ("sm_80", "sm_90", "sm_100"), "gfx942"
