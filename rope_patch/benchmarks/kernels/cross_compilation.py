@@ -46,6 +46,7 @@ class Job:
         interleaved: Whether pairs are neighbours.
         norm_all_heads: Whether the heads of a token are normed together.
         tokens: Tokens of the only row.
+        offset: Added to the norms' weights; it changes no code of ours.
     """
 
     kernel: str
@@ -55,6 +56,7 @@ class Job:
     interleaved: bool = False
     norm_all_heads: bool = False
     tokens: int = 8192
+    offset: float = 0.0
 
     def moved_bytes(self) -> int:
         """Return what must be moved for a token: reads, and writes of the results."""
@@ -116,12 +118,12 @@ def record_launch(job: Job) -> Launch:
             settings = (job.interleaved, 1, job.kernel == "rope backwards")
             rope.launch(q, k, *where, *settings)
         elif job.kernel == "norm":
-            settings = (*weights, *where, 1e-6, 0.0, job.interleaved, 1, True)
+            settings = (*weights, *where, 1e-6, job.offset, job.interleaved, 1, True)
             qk_norm_rope.launch_forward(q, k, *settings)
         else:
             rows = [(1, job.tokens, *(() if job.norm_all_heads else (n,))) for n in job.heads]
             rstds = [_empty(*row, dtype=torch.float32) for row in rows]
-            settings = (0.0, job.interleaved, 1, job.kernel == "norm backwards by output")
+            settings = (job.offset, job.interleaved, 1, job.kernel == "norm backwards by output")
             trained = job.kernel != "norm backwards, frozen"
             arguments: Any = (q, k, *weights, *rstds, q, k, *where, *settings, trained)
             qk_norm_rope.launch_backward(*arguments)

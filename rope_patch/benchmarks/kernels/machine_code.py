@@ -9,15 +9,17 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import triton
 
 from rope_patch.benchmarks.kernels.cross_compilation import NORM_KERNELS, TARGETS, Job
 from rope_patch.benchmarks.kernels.launch_code import Code, read_code
+from rope_patch.benchmarks.kernels.rival_code import compare, format_comparison, missing
 
 _QWEN: Any = {"head_dim": 128}
-_GEMMA: Any = {"head_dim": 256, "heads": (16, 8)}
+_GEMMA: Any = {"head_dim": 256, "heads": (16, 8), "offset": 1.0}
 _OLMO: Any = {"head_dim": 128, "heads": (32, 32), "norm_all_heads": True}
 _SMOL: Any = {"head_dim": 64, "heads": (9, 3)}
 
@@ -32,6 +34,17 @@ MODEL_JOBS = {
     "SmolLM2 135M, rope, one token": Job(kernel="rope", **_SMOL, tokens=1),
     "Qwen3 8B, norm, one token": Job(kernel="norm", **_QWEN, tokens=1),
     "Gemma 3 12B, norm, one token": Job(kernel="norm", **_GEMMA, tokens=1),
+}
+
+COMPARED_JOBS = {
+    name: MODEL_JOBS[name]
+    for name in (
+        "Llama 3 8B, rope",
+        "Gemma 3 12B, rope",
+        "SmolLM2 135M, rope",
+        "Qwen3 8B, norm",
+        "Gemma 3 12B, norm",
+    )
 }
 
 VARIANT_JOBS = {
@@ -74,17 +87,40 @@ def main() -> None:
         prog="python -m rope_patch.benchmarks.kernels.machine_code", description=__doc__
     )
     parser.add_argument("--target", choices=TARGETS, default="sm_90", help="default: sm_90 (H200)")
-    parser.add_argument("--variants", action="store_true", help="other sizes instead of models")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--variants", action="store_true", help="other sizes instead of models")
+    sizes.add_argument(
+        "--rivals",
+        type=Path,
+        metavar="FOLDER",
+        help="compare with Liger, flash-attention and Unsloth; the folder is that of `rope-patch "
+        "bench --rivals`, and what is not there is left out",
+    )
     parser.add_argument("--json", action="store_true", help="print all that was read")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.exit(1, "Error: TRITON_INTERPRET is set, so Triton does not compile: unset it\n")
+    if options.rivals is not None:
+        _print_comparison(options.target, options.rivals, options.json)
+        return
     jobs = VARIANT_JOBS if options.variants else MODEL_JOBS
     codes = {name: read_code(job, options.target) for name, job in jobs.items()}
     if options.json:
         json.dump({name: asdict(code) for name, code in codes.items()}, sys.stdout)
     else:
         print(format_table(codes))
+
+
+def _print_comparison(target: str, folder: Path, as_json: bool) -> None:
+    """Print our code and theirs, and on stderr what is not there."""
+    comparisons = compare(COMPARED_JOBS, target, folder)
+    if as_json:
+        # A launch without code is a string, the reason.
+        json.dump(comparisons, sys.stdout, default=asdict)
+    else:
+        print(format_comparison(comparisons))
+    for line in missing(comparisons):
+        print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":
