@@ -216,7 +216,7 @@ def _make_spec(
     tokens, heads, key_heads = q.shape[3 - heads_dim], q.shape[heads_dim], keys.shape[heads_dim]
     all_heads = heads if k is None else heads + key_heads
     sizes = tile_sizes(q.shape[-1], 2 * (packed_freqs.shape[-1] - 1), all_heads)
-    tiles = head_splits(q.shape[0] * tokens, (all_heads,), sizes)
+    tiles, warps = head_splits(q.shape[0] * tokens, (all_heads,), sizes)
     if inplace:
         sizes["UNROTATED"] = 0  # in place, these dimensions need no copy
     scalars = [tokens, heads, key_heads]
@@ -235,6 +235,7 @@ def _make_spec(
             "DENSE": all(x.stride(-1) == 1 for x in (q, keys, q_out, keys_out)),
             "ONE_TILE": tiles * sizes["HEADS"] >= all_heads,
         },
+        warps,
     )
 
 
