@@ -26,7 +26,7 @@ _CYCLES_PER_SECOND = 1.755e9
 _SCHEDULERS = 132 * 4
 
 _PARTITIONS = 4  # of a multiprocessor, each with a quarter of the registers
-_MAX_PROGRAMS = 32  # on a multiprocessor
+_MAX_PROGRAMS, _MAX_WARPS = 32, 64  # on a multiprocessor
 
 _AMD_KINDS = {"load": "ld", "store": "st"}
 _AMD_BITS = {
@@ -143,7 +143,7 @@ def _count_warps(registers: int, warps: int) -> int:
     """Return how many warps of a program of so many warps fit on a multiprocessor at once."""
     per_warp = 32 * 8 * triton.cdiv(registers, 8)
     fitting = _PARTITIONS * (65536 // _PARTITIONS // per_warp)
-    return warps * min(fitting // warps, _MAX_PROGRAMS)
+    return warps * min(fitting // warps, _MAX_PROGRAMS, _MAX_WARPS // warps)
 
 
 def count_ptx_accesses(ptx: str) -> dict[str, int]:

@@ -138,14 +138,19 @@ def _programs(
 ) -> list[tuple[list[Instruction], float]]:
     """Return the different programs' paths, each with the number of programs a token.
 
-    Where the code has a branch, programs of keys take it, and those of queries do not.
+    If one launch has both queries and keys, and its code has a branch, then programs of keys take
+    the branch, and those of queries do not.
     """
     count = math.prod(launch.grid) / job.tokens
-    queries, keys = (list(walk(instructions, [], is_k)) for is_k in (False, True))
-    if not all(any(x.name.startswith("STG") for x in path) for path in (queries, keys)):
-        raise ValueError(f"{launch.kernel.__name__} has a branch that is not understood")
+    queries = list(walk(instructions, []))
+    sizes = {x.numel() for x in launch.arguments.values() if isinstance(x, torch.Tensor)}
+    if not sizes.issuperset(job.tokens * n * job.head_dim for n in job.heads):
+        return [(queries, count)]
+    keys = list(walk(instructions, [], takes_first_branch=True))
     if queries == keys:
         return [(queries, count)]
+    if not all(any(x.name.startswith("STG") for x in path) for path in (queries, keys)):
+        raise ValueError(f"{launch.kernel.__name__} has a branch that is not understood")
     keys_count = max(round(count * job.heads[1] / sum(job.heads)), 1)
     return [(queries, count - keys_count), (keys, keys_count)]
 
