@@ -388,6 +388,16 @@ def test_threads_have_one_pair_of_very_few_tokens(launches, tokens, dim, warps):
     assert (call.constants["HEADS"] == 1) == (tokens == 1)
 
 
+def test_compiler_is_told_of_alignment_only_where_all_heads_are_aligned(launches):
+    """A claim that is wrong makes a GPU read at addresses that it refuses."""
+    inputs = rope_inputs(batch=1, tokens=8)
+    shifted = empty(1, 8, 4, 72)[..., 4:68]  # from 8 bytes after a multiple of 16 on
+    narrow = rope_inputs(batch=1, tokens=8, dim=20) | {"packed_freqs": integers(11)}
+    for arguments in (inputs, inputs | {"q": shifted}, inputs | {"k": shifted}, narrow, inputs):
+        rope.launch(**arguments)
+    assert [call.constants["ALIGNED"] for call in launches.rope.slow] == [True, *[False] * 3]
+
+
 def test_queries_and_keys_share_a_tile(launches):
     """All 9 + 3 heads of 64 dimensions fit into a tile of 16, so one program has all the work."""
     rope.launch(**rope_inputs(batch=1, tokens=8192, heads=9, key_heads=3))
