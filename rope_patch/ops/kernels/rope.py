@@ -49,7 +49,9 @@ def _token_rows(
     if KEYS:
         is_q = rows < H
         start = tl.where(is_q, q, k - H.to(tl.int64) * k_h) + rows * tl.where(is_q, q_h, k_h)
-        if ALIGNED:  # Triton 3.8 and 3.9 do not infer it, and would access 2 bytes at a time
+        # Triton 3.8 and 3.9 do not infer it, and would access 2 bytes at a time. All make a single
+        # row a scalar, which must not carry a claim for two dimensions.
+        if ALIGNED and HEADS > 1:
             start = tl.multiple_of(start, (1, 16))
         # A constant tells the compiler that the dimensions are neighbours.
         return start, rows < H + K, 1 if DENSE else tl.where(is_q, q_d, k_d)
