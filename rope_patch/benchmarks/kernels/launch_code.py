@@ -57,7 +57,7 @@ class Code:
     spilled: int
     warps: int
     warps_per_sm: int
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     constants: dict[str, Any]
     accesses: dict[str, int]
     names: dict[str, int]
