@@ -2,6 +2,7 @@
 # make test            the tests that take minutes; make test-slow the others
 # make test-installed  the commands from a wheel, in an environment of its own
 # make test-engines    the plugin for vLLM, exports and verdicts, in engines, in their environment
+# make test-triton     the kernels' machine code by each Triton, beside that of others' kernels
 # make test-oldest     what matters, on the oldest versions that pyproject.toml allows
 # make lint            style and types
 # make docs            the pages and the API reference as a site, in site/; dead links fail
@@ -11,12 +12,14 @@ VENV ?= .venv
 DEMO ?= .venv-demo
 OLDEST ?= .venv-oldest
 ENGINES ?= .venv-engines
+TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
+RIVALS ?= out/rivals
 BIN := $(VENV)/bin
 SOURCES := setup.py README.md $(shell find rope_patch eval recipes \
 	\( -name __pycache__ -o -path eval/results \) -prune -o -print)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow test-installed test-engines test-oldest lint docs clean
+.PHONY: demo test test-slow test-installed test-engines test-triton test-oldest lint docs clean
 
 # Two texts decide, because each is asked at all four depths.
 demo: $(DEMO)/weights
@@ -35,6 +38,13 @@ test-installed: $(VENV)/installed
 
 test-engines: $(ENGINES)/weights $(ENGINES)/converter
 	$(ENGINES)/bin/pytest -o norecursedirs=build -m engines tests/engines
+
+test-triton: $(VENV)/installed $(RIVALS)/files $(TRITONS:%=out/triton-%)
+	for version in $(TRITONS); do \
+		PYTHONPATH=$(CURDIR)/out/triton-$$version:$(CURDIR)/$(RIVALS)/packages \
+			RIVALS=$(RIVALS)/files $(BIN)/pytest -m "slow or not slow" \
+			tests/ops/triton_kernels/test_machine_code.py || exit; \
+	done
 
 # Without extras first: some of them need newer versions of what the package itself needs.
 # PyPI's torch 2.6 brings 5 GB of CUDA along, so this is no part of .ci/run.
@@ -104,6 +114,27 @@ $(ENGINES)/converter: $(ENGINES)/installed
 		"*/vendor/llama.cpp/gguf-py"
 	rm -r $(ENGINES)/source
 	touch $@
+
+# A folder that is put before others on Python's path.
+out/triton-%: $(VENV)/installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ triton==$*
+	touch $@
+
+# Third-party kernels, to compile and compare; no line of them is copied into this project.
+$(RIVALS)/files: $(VENV)/installed
+	rm -rf $(RIVALS)
+	$(BIN)/pip install --quiet --no-deps --target $(RIVALS)/packages liger-kernel==0.8.5
+	$(BIN)/pip download --quiet --no-deps --dest $(RIVALS) unsloth==2026.10.9
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(BIN)/pip download --quiet --no-deps \
+		--no-build-isolation --no-binary flash-attn --dest $(RIVALS) flash-attn==2.8.3.post2
+	mkdir $(RIVALS)/unpacked
+	$(BIN)/python -m zipfile --extract $(RIVALS)/unsloth-*.whl $(RIVALS)/unpacked
+	tar --extract --file $(RIVALS)/flash_attn-*.tar.gz --directory $(RIVALS)/unpacked \
+		--strip-components 1 --wildcards "*/flash_attn/ops/triton/rotary.py"
+	mkdir $@
+	cp $(RIVALS)/unpacked/flash_attn/ops/triton/rotary.py \
+		$(addprefix $(RIVALS)/unpacked/unsloth/kernels/,rope_embedding.py qk_norm_rope.py) $@
+	rm -r $(RIVALS)/unpacked $(RIVALS)/*.whl $(RIVALS)/*.tar.gz
 
 # Without its dependencies, which take long to build and are not needed to read the weights.
 %/weights: %/installed

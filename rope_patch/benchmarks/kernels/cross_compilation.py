@@ -46,6 +46,7 @@ class Job:
         interleaved: Whether pairs are neighbours.
         norm_all_heads: Whether the heads of a token are normed together.
         tokens: Tokens of the only row.
+        offset: Added to the norms' weights; it changes no code of ours.
     """
 
     kernel: str
@@ -55,11 +56,34 @@ class Job:
     interleaved: bool = False
     norm_all_heads: bool = False
     tokens: int = 8192
+    offset: float = 0.0
 
     def moved_bytes(self) -> int:
         """Return what must be moved for a token: reads, and writes of the results."""
         tensors = 3 if self.kernel.startswith("norm backwards") else 2
         return tensors * sum(self.heads) * self.head_dim * torch.bfloat16.itemsize
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and what it is launched with.
+
+    Attributes:
+        kernel: The kernel.
+        arguments: Its arguments by name, with PyTorch's tensors.
+        grid: Programs along each dimension.
+        options: Options of the compiler, such as "num_warps".
+    """
+
+    kernel: Any
+    arguments: dict[str, Any]
+    grid: tuple[int, ...]
+    options: dict[str, Any]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Return the arguments that the kernel is compiled for."""
+        return {x.name: self.arguments[x.name] for x in self.kernel.params if x.is_constexpr}
 
 
 class LaunchRecorder(Launcher):
@@ -69,11 +93,14 @@ class LaunchRecorder(Launcher):
         self, key: Any, tensors: Any, address_bits: int, make_spec: Any, *spec_args: Any
     ) -> None:
         """Record what the kernel gets."""
-        self.tensors: tuple[torch.Tensor, ...] = tensors
-        self.spec: LaunchSpec = make_spec(*spec_args)
+        spec: LaunchSpec = make_spec(*spec_args)
+        values = (*tensors, *spec.scalars, *spec.constexprs.values())
+        arguments = dict(zip(self.kernel.arg_names, values, strict=True))
+        options = {"num_warps": spec.warps, "num_stages": 1}
+        self.launch = Launch(self.kernel, arguments, spec.grid, options)
 
 
-def record_launch(job: Job) -> LaunchRecorder:
+def record_launch(job: Job) -> Launch:
     """Return the recorded launch of a job."""
     rotary_dim = job.rotary_dim or job.head_dim
     q, k = (_empty(1, job.tokens, n, job.head_dim).transpose(1, 2) for n in job.heads)
@@ -91,21 +118,21 @@ def record_launch(job: Job) -> LaunchRecorder:
             settings = (job.interleaved, 1, job.kernel == "rope backwards")
             rope.launch(q, k, *where, *settings)
         elif job.kernel == "norm":
-            settings = (*weights, *where, 1e-6, 0.0, job.interleaved, 1, True)
+            settings = (*weights, *where, 1e-6, job.offset, job.interleaved, 1, True)
             qk_norm_rope.launch_forward(q, k, *settings)
         else:
             rows = [(1, job.tokens, *(() if job.norm_all_heads else (n,))) for n in job.heads]
             rstds = [_empty(*row, dtype=torch.float32) for row in rows]
-            settings = (0.0, job.interleaved, 1, job.kernel == "norm backwards by output")
+            settings = (job.offset, job.interleaved, 1, job.kernel == "norm backwards by output")
             trained = job.kernel != "norm backwards, frozen"
             arguments: Any = (q, k, *weights, *rstds, q, k, *where, *settings, trained)
             qk_norm_rope.launch_backward(*arguments)
     if job.kernel in (*ROPE_KERNELS, "re-rotation"):
-        return recorders[rope, "_launcher"]
+        return recorders[rope, "_launcher"].launch
     if job.kernel == "sum of weights":
-        return recorders[weight_gradient_sum, "_launcher"]
+        return recorders[weight_gradient_sum, "_launcher"].launch
     direction = "forward" if job.kernel == "norm" else "backward"
-    return recorders[qk_norm_rope, f"_{direction}_launcher"]
+    return recorders[qk_norm_rope, f"_{direction}_launcher"].launch
 
 
 @contextmanager
@@ -131,21 +158,19 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def compile_launch(recorder: LaunchRecorder, target: GPUTarget) -> Any:
-    """Compile the kernel as Triton would for the recorded launch, with aligned tensors."""
-    kernel, spec = recorder.kernel, recorder.spec
+def compile_launch(launch: Launch, target: GPUTarget) -> Any:
+    """Compile the kernel as Triton would for a launch with aligned tensors."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
-    args = (*recorder.tensors, *spec.scalars, *spec.constexprs.values())
-    for index, (name, x) in enumerate(zip(kernel.arg_names, args, strict=True)):
-        plain = name in (kernel.do_not_specialize or ())
-        unaligned = name in (kernel.do_not_specialize_on_alignment or ())
-        if name in spec.constexprs or (not plain and isinstance(x, int) and x == 1):
+    for index, parameter in enumerate(launch.kernel.params):
+        name, x = parameter.name, launch.arguments[parameter.name]
+        plain = parameter.do_not_specialize
+        if parameter.is_constexpr or x is None or (not plain and isinstance(x, int) and x == 1):
             signature[name], constants[index,] = "constexpr", x
         elif isinstance(x, torch.Tensor):
             signature[name] = _TYPES[x.dtype]
-            if not unaligned:
+            if not parameter.do_not_specialize_on_alignment:
                 attributes[index,] = [["tt.divisibility", 16]]
         elif isinstance(x, float):
             signature[name] = "fp32"
@@ -153,5 +178,7 @@ def compile_launch(recorder: LaunchRecorder, target: GPUTarget) -> Any:
             signature[name] = "i32" if abs(x) < 2**31 else "i64"
             if not plain and x % 16 == 0:
                 attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=target, options={"num_warps": spec.warps, "num_stages": 1})
+    source = ASTSource(
+        fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes
+    )
+    return triton.compile(source, target=target, options=launch.options)

@@ -9,33 +9,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from rope_patch.benchmarks.kernels import model_steps
 from rope_patch.benchmarks.kernels.implementations import Unavailable, describe_error
+from rope_patch.benchmarks.kernels.operator_count import OperatorCount
 from rope_patch.benchmarks.kernels.shapes import Shape
 from rope_patch.ops.dispatch import is_interpreted, triton_unavailable_reason
 
 _PROMPT = 2  # tokens
-
-# Operators that launch no kernel though they return no view.
-_NO_KERNEL = (
-    "_unsafe_view",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "detach",
-)
 
 
 @dataclass
@@ -134,40 +123,16 @@ def _dispatched(counts: LaunchCounts) -> Iterator[None]:
     """Count what would launch a kernel on a GPU."""
     from rope_patch.ops.kernels.launcher import Launcher
 
-    call, mode = Launcher.__call__, _OperatorCount(counts)
+    call, operators = Launcher.__call__, OperatorCount()
 
     def counted(self: Launcher, *arguments: Any) -> None:
         counts.ours += 1
-        with mode.paused():  # the interpreter's own operators
+        with operators.paused():  # the interpreter's own operators
             call(self, *arguments)
 
-    with mock.patch.object(Launcher, "__call__", counted), mode:
+    with mock.patch.object(Launcher, "__call__", counted), operators:
         yield
-
-
-@dataclass
-class _OperatorCount(TorchDispatchMode):
-    counts: LaunchCounts
-    _is_paused: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        self._is_paused = True
-        yield
-        self._is_paused = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._is_paused and _launches_a_kernel(func):
-            self.counts.others += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _launches_a_kernel(func: Any) -> bool:
-    is_view = any(x.alias_info and not x.alias_info.is_write for x in func._schema.returns)
-    return not is_view and func.overloadpacket.__name__ not in _NO_KERNEL
+    counts.others += operators.count
 
 
 def _add(counts: LaunchCounts, is_ours: bool) -> None:

@@ -160,8 +160,8 @@ def _load_module(path: Path, name: str) -> Any:
 
 
 def _without_device(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Disable `torch.cuda.device` for a CPU tensor, which flash-attention's launcher enters."""
-    if x.device.type == "cpu":
+    """Disable `torch.cuda.device`, which flash-attention's launcher enters, without a GPU."""
+    if x.device.type != "cuda":
         return mock.patch.object(torch.cuda, "device", nullcontext)
     return nullcontext()
 

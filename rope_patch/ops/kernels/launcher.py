@@ -22,6 +22,10 @@ _ONE_PROGRAM_TOKENS = 4096
 # Below this many tokens, a program takes half a tile, because one with a whole one runs for longer.
 _HALF_TILE_TOKENS = 1024
 
+# Up to this many tokens, a program takes one head, and a thread one pair, so that a thread executes
+# few instructions. All threads together execute more, which would cost time with more tokens.
+_ONE_HEAD_TOKENS = 0 if INTERPRETED else 16  # the interpreter runs programs one after another
+
 # Elements of x that a warp has in flight: 16 bytes for each load in 16-bit types, 4 loads.
 _ELEMENTS_PER_WARP = 1024
 
@@ -118,21 +122,25 @@ def tile_sizes(head_dim: int, rotary_dim: int, heads: int) -> dict[str, int]:
     return {"D": head_dim, "R": rotary_dim, "PAIRS": pairs, "UNROTATED": unrotated, "HEADS": rows}
 
 
-def head_splits(tokens: int, heads: tuple[int, ...], sizes: dict[str, Any]) -> int:
-    """Return how many programs share a token: one if there are enough tokens, else one a tile.
+def head_splits(tokens: int, heads: tuple[int, ...], sizes: dict[str, Any]) -> tuple[int, int]:
+    """Return how many programs share a token, and the warps of each.
 
     Args:
         tokens: Number of tokens.
         heads: Numbers of heads, where no tile holds heads of two of them.
-        sizes: The constants of a tile, which is halved if tokens are very few.
+        sizes: The constants of a tile, which becomes smaller if tokens are few.
     """
     if tokens >= _ONE_PROGRAM_TOKENS:
-        return 1
-    # A smaller tile would be narrower than 16 bytes a thread.
-    can_halve = sizes["HEADS"] > 1 and sizes["HEADS"] * sizes["PAIRS"] > _ELEMENTS_PER_WARP // 4
-    if tokens < _HALF_TILE_TOKENS and can_halve and not sizes.get("NORM_ALL_HEADS"):
-        sizes["HEADS"] //= 2
-    return sum(triton.cdiv(count, sizes["HEADS"]) for count in heads)
+        return 1, 1
+    warps = 1
+    if not sizes.get("NORM_ALL_HEADS"):
+        # A smaller tile would be narrower than 16 bytes a thread.
+        can_halve = sizes["HEADS"] > 1 and sizes["HEADS"] * sizes["PAIRS"] > _ELEMENTS_PER_WARP // 4
+        if tokens <= _ONE_HEAD_TOKENS:
+            sizes["HEADS"], warps = 1, min(max(sizes["PAIRS"] // 32, 1), 4)
+        elif tokens < _HALF_TILE_TOKENS and can_halve:
+            sizes["HEADS"] //= 2
+    return sum(triton.cdiv(count, sizes["HEADS"]) for count in heads), warps
 
 
 def strides(x: torch.Tensor, heads_dim: int) -> tuple[int, int, int, int]:

@@ -175,12 +175,12 @@ def _make_forward_spec(
     constexprs = _make_constexprs(
         q, k, packed_freqs, sections, offset, interleaved, heads_dim, norm_all_heads
     )
-    tiles = head_splits(tokens, (q.shape[heads_dim], k.shape[heads_dim]), constexprs)
+    tiles, warps = head_splits(tokens, (q.shape[heads_dim], k.shape[heads_dim]), constexprs)
     return LaunchSpec(
         (tokens, tiles, 1),
         (eps, *_scalar_args((q, k, q_out, k_out), positions, packed_freqs, heads_dim)),
         {**constexprs, "SAVE": save, "ONE_TILE": tiles > 1},
-        _WARPS_ALL_HEADS if norm_all_heads else 1,
+        _WARPS_ALL_HEADS if norm_all_heads else warps,
     )
 
 

@@ -39,7 +39,7 @@ from rope_patch.ops.validation import validate_shapes
 @triton.jit
 def _token_rows(
     q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS: tl.constexpr, DENSE: tl.constexpr,
-    HEADS: tl.constexpr,
+    ALIGNED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Return heads from `row` on, keys after queries: pointers, a mask, strides of dimensions.
 
@@ -49,6 +49,10 @@ def _token_rows(
     if KEYS:
         is_q = rows < H
         start = tl.where(is_q, q, k - H.to(tl.int64) * k_h) + rows * tl.where(is_q, q_h, k_h)
+        # Triton 3.8 and 3.9 do not infer it, and would access 2 bytes at a time. All make a single
+        # row a scalar, which must not carry a claim for two dimensions.
+        if ALIGNED and HEADS > 1:
+            start = tl.multiple_of(start, (1, 16))
         # A constant tells the compiler that the dimensions are neighbours.
         return start, rows < H + K, 1 if DENSE else tl.where(is_q, q_d, k_d)
     else:
@@ -60,20 +64,20 @@ def _rotate_tile(
     raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K, row, cos, sin,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, STOCHASTIC: tl.constexpr, KEYS: tl.constexpr,
-    DENSE: tl.constexpr,
+    DENSE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Rotate and store a tile of which `read_rows` read the pairs."""
     first, second = widen_pairs(raw1, raw2, PAIRS, HEADS, INTERLEAVED)
     first, second = rotate(first, second, cos, sin)
     target, valid, target_d = _token_rows(
-        q_out, k_out, qo_h, ko_h, qo_d, ko_d, H, K, row, KEYS, DENSE, HEADS
+        q_out, k_out, qo_h, ko_h, qo_d, ko_d, H, K, row, KEYS, DENSE, ALIGNED, HEADS
     )
     if STOCHASTIC:
         first = stochastic_round(first, q_out.dtype.element_ty)
         second = stochastic_round(second, q_out.dtype.element_ty)
     store_rows(target, valid, first, second, target_d, R, PAIRS, HEADS, INTERLEAVED)
     if UNROTATED > 0:
-        source, _, d = _token_rows(q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS, DENSE, HEADS)
+        source, _, d = _token_rows(q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS, DENSE, ALIGNED, HEADS)
         column = (R + tl.arange(0, UNROTATED))[None, :]
         valid = valid & (column < D)
         tl.store(target + column * target_d, tl.load(source + column * d, mask=valid), mask=valid)
@@ -92,7 +96,7 @@ def rope_kernel(
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, CONJUGATE: tl.constexpr,
     SECTIONS: tl.constexpr, KEYS: tl.constexpr, STOCHASTIC: tl.constexpr, DENSE: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    ALIGNED: tl.constexpr, ONE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Rotate one token, or one tile of its heads if ONE_TILE (grid: tokens, tiles).
 
@@ -111,7 +115,7 @@ def rope_kernel(
     k_out += b * ko_b + s * ko_s
     row = tl.program_id(1) * HEADS
     # The first tile is read while the angles are computed.
-    start, valid, d = _token_rows(q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS, DENSE, HEADS)
+    start, valid, d = _token_rows(q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS, DENSE, ALIGNED, HEADS)
     raw1, raw2 = read_rows(start, valid, d, R, PAIRS, INTERLEAVED)
     cos, sin = angles(positions, packed_freqs, sections, positions_a, SECTIONS, R, PAIRS)
     factor = attention_factor(packed_freqs, R)
@@ -121,15 +125,18 @@ def rope_kernel(
         sin = -sin
     _rotate_tile(
         raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K, row,
-        cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, STOCHASTIC, KEYS, DENSE,
+        cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, STOCHASTIC, KEYS, DENSE, ALIGNED,
     )  # fmt: skip
     if not ONE_TILE:
         for row in range(HEADS, H + (K if KEYS else 0), HEADS):
-            start, valid, d = _token_rows(q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS, DENSE, HEADS)
+            start, valid, d = _token_rows(
+                q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS, DENSE, ALIGNED, HEADS
+            )
             raw1, raw2 = read_rows(start, valid, d, R, PAIRS, INTERLEAVED)
             _rotate_tile(
                 raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K,
                 row, cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, STOCHASTIC, KEYS, DENSE,
+                ALIGNED,
             )  # fmt: skip
 
 
@@ -216,7 +223,7 @@ def _make_spec(
     tokens, heads, key_heads = q.shape[3 - heads_dim], q.shape[heads_dim], keys.shape[heads_dim]
     all_heads = heads if k is None else heads + key_heads
     sizes = tile_sizes(q.shape[-1], 2 * (packed_freqs.shape[-1] - 1), all_heads)
-    tiles = head_splits(q.shape[0] * tokens, (all_heads,), sizes)
+    tiles, warps = head_splits(q.shape[0] * tokens, (all_heads,), sizes)
     if inplace:
         sizes["UNROTATED"] = 0  # in place, these dimensions need no copy
     scalars = [tokens, heads, key_heads]
@@ -233,9 +240,16 @@ def _make_spec(
             "KEYS": k is not None,
             "STOCHASTIC": stochastic,
             "DENSE": all(x.stride(-1) == 1 for x in (q, keys, q_out, keys_out)),
+            "ALIGNED": all(map(_is_aligned, (q, keys, q_out, keys_out))),
             "ONE_TILE": tiles * sizes["HEADS"] >= all_heads,
         },
+        warps,
     )
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Return whether all heads start at multiples of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
 
 
 # -- autograd function, for eager mode -------------------------------------------------------------

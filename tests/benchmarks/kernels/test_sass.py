@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from rope_patch.benchmarks.kernels.machine_code import count_ptx_accesses
+from rope_patch.benchmarks.kernels.launch_code import count_ptx_accesses
 from rope_patch.benchmarks.kernels.sass import estimate_cycles, parse_sass, walk
 
 

@@ -27,7 +27,9 @@ class Kernel:
 
     def __getitem__(self, grid):
         def launch(*args, num_warps, num_stages, **constants):
-            self.slow.append(SimpleNamespace(grid=grid, args=args, constants=constants))
+            self.slow.append(
+                SimpleNamespace(grid=grid, args=args, constants=constants, warps=num_warps)
+            )
             return Compiled(self)
 
         return launch
@@ -45,6 +47,7 @@ class Compiled:
 def launches(monkeypatch):
     """Mock all kernels; `launches.rope` and so on record launches."""
     monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(launcher, "_ONE_HEAD_TOKENS", 16)
     recorder = SimpleNamespace()
     for name, module, attribute in (
         ("rope", rope, "_launcher"),
@@ -352,10 +355,18 @@ def test_tokens_are_in_the_first_grid_dimension(launches, tokens):
 
 @pytest.mark.parametrize(
     ("tokens", "tile", "programs"),
-    [(1, 8, (9, 9)), (1023, 8, (9, 9)), (1024, 16, (5, 5)), (4095, 16, (5, 5)), (4096, 16, (1, 1))],
+    [
+        (1, 1, (66, 66)),
+        (16, 1, (66, 66)),
+        (17, 8, (9, 9)),
+        (1023, 8, (9, 9)),
+        (1024, 16, (5, 5)),
+        (4095, 16, (5, 5)),
+        (4096, 16, (1, 1)),
+    ],
 )
 def test_few_tokens_are_shared_between_programs(launches, tokens, tile, programs):
-    """Check that 64 + 2 heads of 64 dimensions are split into tiles of 16 or 8 heads."""
+    """Check that 64 + 2 heads of 64 dimensions are split into tiles of 16, 8 or 1 heads."""
     sizes = {"batch": 1, "tokens": tokens, "heads": 64}
     for name, count in zip(("rope", "forward"), programs, strict=True):
         function, inputs = KERNELS[name]
@@ -364,6 +375,27 @@ def test_few_tokens_are_shared_between_programs(launches, tokens, tile, programs
         assert call.constants["HEADS"] == tile
         assert call.grid == (tokens, count, 1)
         assert call.constants["ONE_TILE"] == (count > 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim", "warps"), [(1, 64, 1), (1, 128, 2), (1, 256, 4), (1, 1024, 4), (17, 256, 1)]
+)
+def test_threads_have_one_pair_of_very_few_tokens(launches, tokens, dim, warps):
+    inputs = rope_inputs(batch=1, tokens=tokens, heads=4, dim=dim)
+    rope.launch(**inputs | {"packed_freqs": integers(dim // 2 + 1)})
+    (call,) = launches.rope.slow
+    assert call.warps == warps
+    assert (call.constants["HEADS"] == 1) == (tokens == 1)
+
+
+def test_compiler_is_told_of_alignment_only_where_all_heads_are_aligned(launches):
+    """A claim that is wrong makes a GPU read at addresses that it refuses."""
+    inputs = rope_inputs(batch=1, tokens=8)
+    shifted = empty(1, 8, 4, 72)[..., 4:68]  # from 8 bytes after a multiple of 16 on
+    narrow = rope_inputs(batch=1, tokens=8, dim=20) | {"packed_freqs": integers(11)}
+    for arguments in (inputs, inputs | {"q": shifted}, inputs | {"k": shifted}, narrow, inputs):
+        rope.launch(**arguments)
+    assert [call.constants["ALIGNED"] for call in launches.rope.slow] == [True, *[False] * 3]
 
 
 def test_queries_and_keys_share_a_tile(launches):

@@ -39,12 +39,13 @@ def test_sizes_with_norms_across_heads(head_dim, rotary_dim):
 
 @pytest.mark.parametrize("heads", [(1, 1), (5, 1), (40, 8), (7, 12)], ids=str)
 @pytest.mark.parametrize(
-    ("across", "limit"),
-    [(False, 0), (False, 10**9), (True, 0)],
-    ids=["one program a token", "programs share", "together"],
+    ("across", "limit", "one_head_limit"),
+    [(False, 0, 0), (False, 10**9, 0), (False, 10**9, 1), (True, 0, 0)],
+    ids=["one program a token", "programs share", "one program a head", "together"],
 )
-def test_numbers_of_heads(monkeypatch, heads, across, limit):
+def test_numbers_of_heads(monkeypatch, heads, across, limit, one_head_limit):
     monkeypatch.setattr(launcher, "_ONE_PROGRAM_TOKENS", limit)
+    monkeypatch.setattr(launcher, "_ONE_HEAD_TOKENS", one_head_limit)
     rotation = make_rotation(128, tokens=1)
     check(make_inputs(rotation, *heads, head_dim=128, across=across), rotation)
 

@@ -48,13 +48,18 @@ def test_16_bit_results_are_rounded_once(dtype, head_dim, rotary_dim, heads_dim,
     check(*draw_pair(rotation, head_dim=head_dim, dtype=dtype, batch=1), rotation)
 
 
-@pytest.mark.parametrize("spread", [True, False], ids=["programs share", "one program a token"])
+@pytest.mark.parametrize(
+    ("limit", "one_head_limit"),
+    [(0, 0), (10**9, 0), (10**9, 1)],
+    ids=["one program a token", "programs share", "one program a head"],
+)
 @pytest.mark.parametrize(
     ("heads", "key_heads"), [(1, 1), (5, 1), (9, 3), (40, 8), (48, 4), (56, 8), (2, 17)]
 )
-def test_numbers_of_heads(monkeypatch, heads, key_heads, spread):
+def test_numbers_of_heads(monkeypatch, heads, key_heads, limit, one_head_limit):
     """Use one program for all heads of a token, as with many tokens, and several programs."""
-    monkeypatch.setattr(launcher, "_ONE_PROGRAM_TOKENS", 10**9 if spread else 0)
+    monkeypatch.setattr(launcher, "_ONE_PROGRAM_TOKENS", limit)
+    monkeypatch.setattr(launcher, "_ONE_HEAD_TOKENS", one_head_limit)
     rotation = make_rotation(128, tokens=1)
     check(*draw_pair(rotation, heads, key_heads, 128, batch=1), rotation)
 

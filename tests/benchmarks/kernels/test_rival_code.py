@@ -1,0 +1,125 @@
+"""Test how third-party launches are recorded and compared, with a stand-in for flash-attention."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from rope_patch.benchmarks.kernels.launch_code import Code
+from rope_patch.benchmarks.kernels.rival_code import OURS, format_comparison, missing
+from rope_patch.benchmarks.kernels.sass import TOOLS
+
+# With a program for 256 numbers, a default, a missing tensor and a grid that depends on arguments.
+STAND_IN = """
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def double(x, unused, n, SIZE: tl.constexpr, FACTOR: tl.constexpr = 2):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(x + at, tl.load(x + at, mask=at < n) * FACTOR, mask=at < n)
+
+def apply_rotary(x, cos, sin, conjugate=False):
+    def grid(arguments):
+        return (triton.cdiv(arguments["n"], arguments["SIZE"]),)
+
+    with torch.cuda.device(x.device.index):  # which only works with a GPU
+        torch.library.wrap_triton(double)[grid](x, None, x.numel(), 256, num_warps=2)
+    return x
+"""
+
+SCRIPT = """
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rope_patch.benchmarks.kernels.cross_compilation import Job
+from rope_patch.benchmarks.kernels.implementations import Unavailable
+from rope_patch.benchmarks.kernels.rival_code import compare, record_rival
+from rope_patch.benchmarks.kernels.third_party import third_party_implementations
+
+sys.modules["liger_kernel"] = None
+job, folder = Job(kernel="rope", head_dim=128, heads=(6, 2), tokens=32), Path(sys.argv[1])
+rival = next(x for x in third_party_implementations(folder) if x.name == "flash-attn")
+launches = [
+    [list(x.arguments["x"].shape), x.grid, x.options, x.constants, x.arguments["unused"]]
+    for x in record_rival(rival, job)
+]
+more = replace(rival, build=lambda problem: lambda q, k: rival.build(problem)(q + 1, k))
+try:
+    record_rival(more, job)
+except Unavailable as error:
+    print(error, file=sys.stderr)
+comparisons = compare({"small": job}, "sm_90", folder)
+json.dump({"launches": launches, "comparisons": comparisons}, sys.stdout, default=asdict)
+"""
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """Record and compile in a process of its own, because tests interpret kernels."""
+    if not (TOOLS / "nvdisasm").is_file():
+        pytest.skip("this Triton comes without NVIDIA's tools")
+    folder = tmp_path_factory.mktemp("rivals")
+    (folder / "rotary.py").write_text(STAND_IN)
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, folder],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout) | {"stderr": process.stderr}
+
+
+def test_launches_are_recorded_as_they_are_chosen(result):
+    constants = {"SIZE": 256, "FACTOR": 2}
+    assert result["launches"] == [
+        [[1, 32, 6, 128], [96], {"num_warps": 2}, constants, None],
+        [[1, 32, 2, 128], [32], {"num_warps": 2}, constants, None],
+    ]
+
+
+def test_kernels_that_are_not_tritons_are_refused(result):
+    assert result["stderr"].strip() == "some of its kernels are not Triton's"
+
+
+def test_programs_and_warps_count(result):
+    """A program has the same instructions for 6 heads of queries and for 2 heads of keys."""
+    assert list(result["comparisons"]) == ["small", "small, one token"]
+    q, k = (Code(**code) for code in result["comparisons"]["small"]["flash-attention"])
+    executed = sum(q.names.values()) - 1  # without the loop after the exit
+    assert q.per_token == 2 * 3 * executed
+    assert k.per_token == 2 * executed
+    assert q.accesses == k.accesses == {"ld 64": 1, "st 64": 1}
+
+
+def test_launches_are_added_up(result):
+    comparisons = {
+        name: {
+            title: codes if isinstance(codes, str) else [Code(**code) for code in codes]
+            for title, codes in comparison.items()
+        }
+        for name, comparison in result["comparisons"].items()
+    }
+    codes, alone = (x["flash-attention"] for x in comparisons.values())
+    rows = format_comparison(comparisons).splitlines()[2:]
+    assert [row.split(" | ")[1] for row in rows] == [OURS, "flash-attention"]
+    cells = rows[1].split(" | ")
+    assert cells[2] == "2"
+    assert cells[6] == f"{sum(x.per_token for x in codes):,.0f}"
+    assert cells[8] == f"{sum(x.microseconds for x in alone):.2f} µs |"
+
+
+def test_missing_rivals_are_a_reason_instead_of_a_row(result):
+    reasons = result["comparisons"]["small"]
+    assert reasons["Liger"].startswith("liger_kernel")
+    assert reasons["Unsloth"] == "no rope_embedding.py in the folder that --rivals names"
+    codes = {"job": {OURS: "ours", "Other": "other is not installed"}}
+    assert missing(codes)[-1] == "job, Other: other is not installed"
