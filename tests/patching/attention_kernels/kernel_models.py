@@ -12,7 +12,8 @@ OURS = ["reference", "triton"]
 FEW = 20  # tokens, because Triton's interpreter is slow
 
 # More than the families of all tests: norms across heads, experts, interleaved pairs, partly
-# rotated heads, layers without rotation. Olmo 3's full-attention layers have another rotary module.
+# rotated heads, layers without rotation (with norms in EXAONE 4). Olmo 3's full-attention layers
+# have another rotary module.
 OTHERS = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
     "qwen3_moe": (
@@ -28,6 +29,11 @@ OTHERS = {
     "olmo3": (
         "Olmo3Config",
         "Olmo3ForCausalLM",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
+    ),
+    "exaone4": (
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
     ),
 }
