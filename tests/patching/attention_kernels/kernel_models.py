@@ -7,6 +7,7 @@ from helpers.tiny_models import (
 )
 
 import rope_patch
+from rope_patch.patching.kernels.deferred_norms import DeferredNorm
 
 OURS = ["reference", "triton"]
 FEW = 20  # tokens, because Triton's interpreter is slow
@@ -47,6 +48,11 @@ def logits(model):
 def modules_with_forward(model, kind):
     """Return the modules whose forward was replaced by a `kind`."""
     return [m for m in model.modules() if isinstance(vars(m).get("forward"), kind)]
+
+
+def deferred_norms(model):
+    """Return what attentions call in the place of norms."""
+    return [x for m in model.modules() for x in vars(m).values() if isinstance(x, DeferredNorm)]
 
 
 def patch(model, kernels, method="yarn", **options):
