@@ -130,7 +130,7 @@ class PatchedAttentionForward(ReboundForward):
         norms = self.norms
         weights = None if norms is None else norms.deferred_weights(q)
         if cos.is_floating_point():
-            if weights is not None:
+            if norms is not None and weights is not None:
                 q, k = norms.apply(q, k, weights, unsqueeze_dim)
             return self._rotate_from_cos_sin(q, k, cos, sin, unsqueeze_dim, overwrites)
         options: Any = {
@@ -139,11 +139,11 @@ class PatchedAttentionForward(ReboundForward):
             "kernels": self.kernels,
             "inplace": overwrites and self.kernels != "reference",  # which would make copies first
         }
-        if weights is None:
+        if norms is None or weights is None:
             return rope(q, k, cos, sin, **options)
         q_weight, k_weight = split_heads(weights, q.shape[-1])
-        norm = {"eps": norms.eps(), "offset": norms.spec.offset}
-        return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, **norm, **options)
+        options |= {"eps": norms.eps(), "offset": norms.spec.offset}
+        return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, **options)
 
     def rotate_one(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
