@@ -80,7 +80,7 @@ class InterceptedForward(ReboundForward):
             # the graph: Dynamo cannot resume in the middle of a copied function.
             from rope_patch.patching.graph_break import call_outside_graph
 
-            return call_outside_graph(self.function, self.module, *args, **kwargs)
+            return call_outside_graph(super().__call__, *args, **kwargs)
         return super().__call__(*args, **kwargs)
 
     def source_function(self) -> Any:

@@ -6,7 +6,7 @@ from helpers.tiny_models import LONG_FACTOR, forward, make_model, step_by_step, 
 from torch.autograd import forward_ad
 
 import rope_patch
-from rope_patch.patching.kernels import attention_forward
+from rope_patch.patching.kernels import deferred_norms
 
 
 class LogitsOf(torch.nn.Module):
@@ -85,7 +85,7 @@ METHODS = [
 def test_default_dtype_does_not_change_the_patch(family, method, options, dtype, torch_defaults):
     expected, model = make_model(family), make_model(family)
     reference = rope_patch.patch(expected, method, **options)
-    attention_forward._probe_norm.cache_clear()  # else the cached probe would answer
+    deferred_norms._probe_norm.cache_clear()  # else the cached probe would answer
     state = torch.get_rng_state()
     torch.set_default_dtype(dtype)
     handle = rope_patch.patch(model, method, **options)
@@ -100,7 +100,7 @@ def test_default_dtype_does_not_change_the_patch(family, method, options, dtype,
 def test_default_device_and_modes_do_not_change_the_patch(torch_defaults):
     expected, model = make_model("qwen3"), make_model("qwen3")
     reference = rope_patch.patch(expected, "dynamic-yarn")
-    attention_forward._probe_norm.cache_clear()
+    deferred_norms._probe_norm.cache_clear()
     torch.set_default_device("meta")
     with torch.inference_mode(), torch.autocast("cpu"), torch.device("meta"):
         handle = rope_patch.patch(model, "dynamic-yarn")

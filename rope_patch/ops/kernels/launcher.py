@@ -55,7 +55,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._launches: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        self._launches: dict[Any, Callable[..., None]] = {}
 
     def __call__(
         self,
@@ -82,7 +82,7 @@ class Launcher:
         elif launch is None or address_bits & 15:
             self._launch(launch, key, tensors, address_bits, make_spec, spec_args)
         else:  # the usual case, with as little Python as possible
-            launch[0](*tensors, *launch[1])
+            launch(index, tensors)
 
     def _launch(
         self,
@@ -94,7 +94,7 @@ class Launcher:
         spec_args: tuple[Any, ...],
     ) -> None:
         if launch is not None and not address_bits & 15:
-            launch[0](*tensors, *launch[1])
+            launch(tensors[0].device.index, tensors)
             return
         spec = make_spec(*spec_args)
         compiled = self.kernel[spec.grid](
@@ -103,7 +103,33 @@ class Launcher:
         if not INTERPRETED and not address_bits & 15:
             if len(self._launches) >= _MAX_LAUNCHES:
                 self._launches.clear()
-            self._launches[key] = (compiled[spec.grid], (*spec.scalars, *spec.constexprs.values()))
+            args = (*spec.scalars, *spec.constexprs.values())
+            self._launches[key] = _bind(compiled, spec.grid, args)
+
+
+def _bind(
+    compiled: Any, grid: tuple[int, int, int], args: tuple[Any, ...]
+) -> Callable[[int | None, tuple[torch.Tensor, ...]], None]:
+    """Return a function that launches a compiled kernel on a device's current stream.
+
+    It does what Triton's `compiled[grid](*tensors, *args)` does. That one describes each launch to
+    hooks, which takes as long as all the rest, though hardly anyone installs one.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    get_stream, hooks = triton.runtime.driver.active.get_current_stream, triton.knobs.runtime
+
+    def launch(index: int | None, tensors: tuple[torch.Tensor, ...]) -> None:
+        if _has_calls(hooks.launch_enter_hook) or _has_calls(hooks.launch_exit_hook):
+            compiled[grid](*tensors, *args)
+            return
+        run(*grid, get_stream(index), function, metadata, None, None, None, *tensors, *args)
+
+    return launch
+
+
+def _has_calls(hook: Any) -> bool:
+    """Return whether a hook of Triton's does anything: a chain of functions, a function or None."""
+    return bool(getattr(hook, "calls", hook))
 
 
 def tile_sizes(head_dim: int, rotary_dim: int, heads: int) -> dict[str, int]:

@@ -28,8 +28,8 @@ class ForwardUsage:
         rotates: Whether it calls `apply_rotary_pos_emb`.
         one_tensor: Whether the call rotates one tensor, not queries and keys together.
         problem: Why nothing else can take the place of cos and sin, or None.
-        norm_names: Attributes of the norms whose results go straight into the rotation, for
-            queries and keys.
+        norm_names: Attributes of the norms whose results always go straight into the rotation,
+            for queries and keys. The forward uses them nowhere else.
         rebinds: Whether every call assigns its results to the names of its arguments, so that no
             name is left for the tensors before their rotation.
     """
@@ -81,7 +81,8 @@ def _parse_forward(module_class: Any) -> ForwardUsage:
     if len(calls) == 1 and not single:
         body = tree.body[0].body  # type: ignore[attr-defined]
         q_norm, k_norm = (_norm_before(body, calls[0], a) for a in calls[0].args[:2])
-        if q_norm and k_norm:
+        uses = [n for n in ast.walk(tree) if getattr(n, "attr", None) in (q_norm, k_norm)]
+        if q_norm and k_norm and len(uses) == 2:
             norms = (q_norm, k_norm)
     rebinds = all(any(_rebinds(n, call, count) for n in ast.walk(tree)) for call in calls)
     return ForwardUsage(True, bool(single), norm_names=norms, rebinds=rebinds)
@@ -121,7 +122,8 @@ def _norm_before(body: list[ast.stmt], call: ast.Call, argument: ast.expr) -> st
     name, norm = argument.id, None
     for statement in body:
         if any(node is call for node in ast.walk(statement)):
-            return norm
+            # Under a condition, a layer without rotation would get no norms either (EXAONE 4).
+            return norm if isinstance(statement, ast.Assign) and statement.value is call else None
         loads = any(_is_name(n, name) for n in ast.walk(statement))
         if not (
             isinstance(statement, ast.Assign)

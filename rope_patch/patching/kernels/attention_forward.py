@@ -1,17 +1,14 @@
 """A model's attention forward with this package's rotation and its norms of queries and keys.
 
 The forward stays the class's own code. A copy of it, bound to one instance, finds our rotation
-under the name `apply_rotary_pos_emb`. The norms ahead of it pass their input through, and the
-rotation applies them. Other users of the class or the function are not affected.
+under the name `apply_rotary_pos_emb`, which applies the norms ahead of it, too. Other users of the
+class or the function are not affected.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import types
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,15 +17,19 @@ from torch import nn
 from rope_patch.ops import qk_norm_rope, rope
 from rope_patch.ops.cpu import rope_from_cos_sin
 from rope_patch.ops.modes import needs_plain_torch
-from rope_patch.ops.reference import rms_norm
 from rope_patch.patching.architecture.attention_source import (
     APPLY,
     inspect_forward,
     undecorated_forward,
 )
-from rope_patch.patching.defaults import torch_defaults
+from rope_patch.patching.kernels.deferred_norms import (
+    DeferrableNorms,
+    DeferredNorm,
+    deferred_name,
+    end_deferral,
+    split_heads,
+)
 from rope_patch.patching.kernels.exclusive_memory import are_exclusive, is_overwriting_possible
-from rope_patch.patching.kernels.position_passthrough import use_exact_positions
 from rope_patch.patching.undo_log import UndoLog
 
 # Smaller queries and keys are copied, because the proof that nobody reads them takes longer.
@@ -61,6 +62,10 @@ class ReboundForward(ABC):
     def names(self, function: Any) -> dict[str, Any]:
         """Return what the copy finds under which global names."""
 
+    def code(self, function: Any) -> types.CodeType:
+        """Return the copy's code."""
+        return function.__code__
+
     def bind(self) -> None:
         """Copy the function."""
         source = self.source_function()
@@ -68,12 +73,17 @@ class ReboundForward(ABC):
         # torch.compile would look names up in the module of that name.
         names.pop("__name__", None)
         self.function = types.FunctionType(
-            source.__code__, names, source.__name__, source.__defaults__, source.__closure__
+            self.code(source), names, source.__name__, source.__defaults__, source.__closure__
         )
         self.function.__kwdefaults__ = source.__kwdefaults__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.module, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.function(self.module, *args, **kwargs)
+        try:
+            return self.function(self.module, *args, **kwargs)
+        finally:
+            end_deferral()
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -92,11 +102,13 @@ class PatchedAttentionForward(ReboundForward):
         self.kernels = kernels
         self.interleaved = interleaved
         self.halve_tables = halved
-        self.norm_spec = shared_norm_spec(module)
-        usage = inspect_forward(type(module))
-        self.norm_names: tuple[str, ...] = usage.norm_names or ()
-        self.rebinds = usage.rebinds
+        self.norms = DeferrableNorms.find(module, kernels)
+        self.rebinds = inspect_forward(type(module)).rebinds
         super().__init__(module)
+
+    def code(self, function: Any) -> types.CodeType:
+        """Return the copy's code, which calls deferred norms in place of the norms."""
+        return function.__code__ if self.norms is None else self.norms.rename(function.__code__)
 
     def names(self, function: Any) -> dict[str, Any]:
         """Return what the copy finds under which global names."""
@@ -115,14 +127,11 @@ class PatchedAttentionForward(ReboundForward):
     ) -> Any:
         """Replace `apply_rotary_pos_emb`: by cos and sin, or positions and packed frequencies."""
         overwrites = self._may_overwrite(q.numel() + k.numel()) and are_exclusive(q, k)
-        deferred = (
-            self.norm_spec is not None
-            and use_exact_positions(q, self.kernels)
-            and self.norms_are_deferred()
-        )
+        norms = self.norms
+        weights = None if norms is None else norms.deferred_weights(q)
         if cos.is_floating_point():
-            if deferred:
-                q, k = self._normalize(q, k, unsqueeze_dim)
+            if norms is not None and weights is not None:
+                q, k = norms.apply(q, k, weights, unsqueeze_dim)
             return self._rotate_from_cos_sin(q, k, cos, sin, unsqueeze_dim, overwrites)
         options: Any = {
             "interleaved": self.interleaved,
@@ -130,11 +139,10 @@ class PatchedAttentionForward(ReboundForward):
             "kernels": self.kernels,
             "inplace": overwrites and self.kernels != "reference",  # which would make copies first
         }
-        if not deferred:
+        if norms is None or weights is None:
             return rope(q, k, cos, sin, **options)
-        assert self.norm_spec is not None
-        options |= {"eps": self._eps(), "offset": self.norm_spec.offset}
-        q_weight, k_weight = self._weights(q)
+        q_weight, k_weight = split_heads(weights, q.shape[-1])
+        options |= {"eps": norms.eps(), "offset": norms.spec.offset}
         return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, **options)
 
     def rotate_one(
@@ -150,10 +158,6 @@ class PatchedAttentionForward(ReboundForward):
             "inplace": overwrites and self.kernels != "reference",
         }
         return rope(x, None, cos, sin, kernels=self.kernels, **options)[0]
-
-    def norms_are_deferred(self) -> bool:
-        """Return whether both norms pass their input through, so that `rotate` applies them."""
-        return all(_is_still_deferred(self.module, name) for name in self.norm_names)
 
     def _may_overwrite(self, numel: int) -> bool:
         """Return whether queries and keys are overwritten if nothing else can read them."""
@@ -179,153 +183,19 @@ class PatchedAttentionForward(ReboundForward):
         rotated = rope_from_cos_sin(q, k, cos, sin, **options)
         return rotated[0] if k is None else rotated
 
-    def _normalize(
-        self, q: torch.Tensor, k: torch.Tensor, heads_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.norm_spec is not None
-        options: Any = {"eps": self._eps(), "offset": self.norm_spec.offset, "heads_dim": heads_dim}
-        normed = (
-            rms_norm(x, weight, **options).to(x.dtype)
-            for x, weight in zip((q, k), self._weights(q), strict=True)
-        )
-        return next(normed), next(normed)
-
-    def _weights(self, q: torch.Tensor) -> list[torch.Tensor]:
-        """Return the norms' weights, `[D]` each; `[H, D]` and `[K, D]` for norms over all heads."""
-        weights = [getattr(self.module, name).weight for name in self.norm_names]
-        if all(weight.shape[0] == q.shape[-1] for weight in weights):
-            return weights
-        return [weight.view(-1, q.shape[-1]) for weight in weights]
-
-    def _eps(self) -> float:
-        assert self.norm_spec is not None
-        return getattr(getattr(self.module, self.norm_names[0]), self.norm_spec.eps_attribute)
-
     def retire(self) -> None:
         """Rotate as the class does from now on: undone, but a wrapper still calls this."""
         self.kernels = "hf"
+        if self.norms is not None:
+            self.norms.retire()
         self.function = undecorated_forward(type(self.module))
 
     def for_replica(self, replica: Any) -> PatchedAttentionForward:
         """Return the forward for a replica of the module (`nn.DataParallel`)."""
         forward = PatchedAttentionForward.__new__(PatchedAttentionForward)
-        # Norms are replicated before their attention, so replicas defer none.
-        forward.__setstate__({**self.__getstate__(), "module": replica, "norm_spec": None})
+        # Replicas defer no norms: their weights are no parameters.
+        forward.__setstate__({**self.__getstate__(), "module": replica, "norms": None})
         return forward
-
-
-class DeferredNorm:
-    """A norm's forward that passes its input through where the rotation applies the norm."""
-
-    def __init__(
-        self,
-        attention_forward: PatchedAttentionForward,
-        name: str,
-        norm: nn.Module,
-        original_forward: Any,
-    ) -> None:
-        self.attention_forward = attention_forward
-        self.name = name
-        self.norm = norm
-        self.original_forward = original_forward
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if (
-            use_exact_positions(hidden_states, self.attention_forward.kernels)
-            and self.attention_forward.norms_are_deferred()
-        ):
-            return hidden_states
-        return self.original_forward(hidden_states)
-
-    def for_replica(self, replica: Any) -> Any:
-        """Return the norm's original forward: replicas defer no norm."""
-        return functools.partial(self.original_forward.__func__, replica)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DeferredNorm:
-        """Copy the norm, alone (PEFT's modules_to_save) or along with its attention."""
-        attention = self.attention_forward.module
-        forward = (
-            copy.deepcopy(self.attention_forward, memo)
-            if id(attention) in memo
-            else self.attention_forward
-        )
-        clone = DeferredNorm.__new__(DeferredNorm)
-        memo[id(self)] = clone
-        clone.attention_forward, clone.name = forward, self.name
-        clone.norm = copy.deepcopy(self.norm, memo)
-        clone.original_forward = copy.deepcopy(self.original_forward, memo)
-        return clone
-
-
-def _is_still_deferred(attention: nn.Module, name: str) -> bool:
-    """Return whether a norm is deferred, with no wrapper and no hook added since."""
-    norm: Any = getattr(attention, name)
-    forward = vars(norm).get("forward")
-    return (
-        isinstance(forward, DeferredNorm)
-        and forward.norm is norm
-        and forward.attention_forward.module is attention
-        and not norm._forward_hooks
-        and not norm._forward_pre_hooks
-        and type(norm.weight) in (torch.Tensor, nn.Parameter)
-        and norm.weight.device.type != "meta"
-    )
-
-
-@dataclass(frozen=True)
-class RMSNormSpec:
-    """Parameters of an RMSNorm that this package computes.
-
-    Attributes:
-        offset: Added to the weight.
-        eps_attribute: The attribute that holds eps, added to the mean of squares.
-    """
-
-    offset: float
-    eps_attribute: str
-
-
-def shared_norm_spec(attention: nn.Module) -> RMSNormSpec | None:
-    """Return the spec that both norms ahead of the rotation share, or None."""
-    norms: list[Any] = [
-        getattr(attention, n, None) for n in inspect_forward(type(attention)).norm_names or ()
-    ]
-    if not norms or any(list(getattr(norm, "_parameters", ())) != ["weight"] for norm in norms):
-        return None
-    form = norm_spec_of(type(norms[0]))
-    if form is None or norm_spec_of(type(norms[1])) != form:
-        return None
-    return (
-        form
-        if getattr(norms[0], form.eps_attribute) == getattr(norms[1], form.eps_attribute)
-        else None
-    )
-
-
-def norm_spec_of(norm_class: Any) -> RMSNormSpec | None:
-    """Return the spec of a norm class, found by probing it; None if it is no such RMSNorm."""
-    return _probe_norm(norm_class)
-
-
-@functools.cache
-def _probe_norm(norm_class: Any) -> RMSNormSpec | None:
-    with torch_defaults():
-        generator = torch.Generator().manual_seed(0)
-        x, weight = (torch.randn(n, 8, generator=generator) for n in (4, 1))
-        x = x * 1e-3  # so small that eps matters
-        for eps in ("variance_epsilon", "eps"):
-            stranger = norm_class.__new__(norm_class)
-            nn.Module.__init__(stranger)
-            stranger.weight = nn.Parameter(weight[0])
-            setattr(stranger, eps, 1e-6)
-            try:
-                got = norm_class.forward(stranger, x)
-            except (AttributeError, TypeError, ValueError, RuntimeError):
-                continue
-            for offset in (0.0, 1.0):
-                if torch.allclose(got, rms_norm(x, weight[0], eps=1e-6, offset=offset), rtol=1e-5):
-                    return RMSNormSpec(offset, eps)
-    return None
 
 
 def install_attention_forward(
@@ -335,13 +205,9 @@ def install_attention_forward(
     slot = forward_attribute(attention)
     forward = PatchedAttentionForward(attention, kernels, interleaved, halve_tables)
     undo_log.set(attention, slot, forward)
-    if forward.norm_spec is None:
-        return
-    for name in forward.norm_names:
-        norm = getattr(attention, name)
-        # Skip offloaded weights, which are gone when the rotation runs, and replaced norms.
-        if not {"_old_forward", "forward"} & vars(norm).keys():
-            undo_log.set(norm, "forward", DeferredNorm(forward, name, norm, norm.forward))
+    if forward.norms is not None:
+        for name in forward.norms.names:
+            undo_log.set(attention, deferred_name(name), DeferredNorm(forward.norms, name))
 
 
 def forward_attribute(module: nn.Module) -> str:

@@ -21,8 +21,8 @@ from rope_patch.patching.kernels.attention_forward import (
     forward_attribute,
     has_foreign_forward,
     install_attention_forward,
-    shared_norm_spec,
 )
+from rope_patch.patching.kernels.deferred_norms import shared_norm_spec
 from rope_patch.patching.kernels.position_passthrough import PositionPassthrough
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused

@@ -29,6 +29,8 @@ def use_exact_positions(x: torch.Tensor, kernels: str) -> bool:
     """
     if torch.compiler.is_compiling():
         return kernels != "auto" and (kernels == "reference" or use_triton(x, kernels))
+    if kernels == "auto":
+        return use_triton(x)  # which asks for the modes, too, but raises in none
     return not needs_plain_torch() and (kernels == "reference" or use_triton(x, kernels))
 
 

@@ -24,6 +24,7 @@ class Kernel:
     fn: object
     slow: list = field(default_factory=list)
     fast: list = field(default_factory=list)
+    hooked: list = field(default_factory=list)
 
     def __getitem__(self, grid):
         def launch(*args, num_warps, num_stages, **constants):
@@ -37,10 +38,19 @@ class Kernel:
 
 @dataclass
 class Compiled:
+    """A mock of Triton's `CompiledKernel`."""
+
     kernel: Kernel
+    function = "function"
+    packed_metadata = "metadata"
 
     def __getitem__(self, grid):
-        return lambda *args: self.kernel.fast.append(SimpleNamespace(grid=grid, args=args))
+        return lambda *args: self.kernel.hooked.append(SimpleNamespace(grid=grid, args=args))
+
+    def run(self, x, y, z, stream, function, metadata, description, enter, leave, *args):
+        assert (stream, function, metadata) == ("stream", "function", "metadata")
+        assert description is enter is leave is None
+        self.kernel.fast.append(SimpleNamespace(grid=(x, y, z), args=args))
 
 
 @pytest.fixture
@@ -48,6 +58,8 @@ def launches(monkeypatch):
     """Mock all kernels; `launches.rope` and so on record launches."""
     monkeypatch.setattr(launcher, "INTERPRETED", False)
     monkeypatch.setattr(launcher, "_ONE_HEAD_TOKENS", 16)
+    driver = SimpleNamespace(get_current_stream=lambda index: "stream")
+    monkeypatch.setattr(launcher.triton.runtime.driver, "_active", driver)
     recorder = SimpleNamespace()
     for name, module, attribute in (
         ("rope", rope, "_launcher"),
@@ -156,6 +168,27 @@ def test_equal_launch_is_reused(launches, name):
     assert any(x is other["q"] for x in fast.args)
     count = len([x for x in slow.args if isinstance(x, torch.Tensor)])
     assert fast.args[count:] == (*slow.args[count:], *slow.constants.values())
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_triton_get_launches(launches, name):
+    """With a hook, as profilers install one, Triton itself launches and describes the launch."""
+    hooks = getattr(launcher.triton.knobs.runtime, name)
+
+    def hook(_):
+        raise AssertionError("a mock calls no hooks")
+
+    rope.launch(**rope_inputs())
+    hooks.add(hook)
+    try:
+        rope.launch(**rope_inputs())
+    finally:
+        hooks.remove(hook)
+    rope.launch(**rope_inputs())
+    (slow,), (fast,), (hooked,) = launches.rope.slow, launches.rope.fast, launches.rope.hooked
+    assert hooked.grid == fast.grid == slow.grid
+    assert hooked.args[7:] == fast.args[7:]
+    assert len(hooked.args) == len(fast.args)
 
 
 CHANGES = {

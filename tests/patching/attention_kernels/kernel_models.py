@@ -7,12 +7,14 @@ from helpers.tiny_models import (
 )
 
 import rope_patch
+from rope_patch.patching.kernels.deferred_norms import DeferredNorm
 
 OURS = ["reference", "triton"]
 FEW = 20  # tokens, because Triton's interpreter is slow
 
 # More than the families of all tests: norms across heads, experts, interleaved pairs, partly
-# rotated heads, layers without rotation. Olmo 3's full-attention layers have another rotary module.
+# rotated heads, layers without rotation (with norms in EXAONE 4). Olmo 3's full-attention layers
+# have another rotary module.
 OTHERS = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
     "qwen3_moe": (
@@ -30,6 +32,11 @@ OTHERS = {
         "Olmo3ForCausalLM",
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
     ),
+    "exaone4": (
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
+    ),
 }
 NORMED = ["qwen3", "gemma3", "olmo2", "olmo3", "qwen3_moe"]
 
@@ -41,6 +48,11 @@ def logits(model):
 def modules_with_forward(model, kind):
     """Return the modules whose forward was replaced by a `kind`."""
     return [m for m in model.modules() if isinstance(vars(m).get("forward"), kind)]
+
+
+def deferred_norms(model):
+    """Return what attentions call in the place of norms."""
+    return [x for m in model.modules() for x in vars(m).values() if isinstance(x, DeferredNorm)]
 
 
 def patch(model, kernels, method="yarn", **options):

@@ -27,10 +27,8 @@ from kernel_models import (
 from torch import nn
 
 import rope_patch
-from rope_patch.patching.kernels.attention_forward import (
-    PatchedAttentionForward,
-    norm_spec_of,
-)
+from rope_patch.patching.kernels.attention_forward import PatchedAttentionForward
+from rope_patch.patching.kernels.deferred_norms import norm_spec_of
 
 pytest.importorskip("triton")
 

@@ -25,17 +25,15 @@ from kernel_models import (
     OTHERS,
     OURS,
     backward,
+    deferred_norms,
     logits,
     modules_with_forward,
     patch,
 )
 
 import rope_patch
-from rope_patch.patching.kernels.attention_forward import (
-    DeferredNorm,
-    PatchedAttentionForward,
-    norm_spec_of,
-)
+from rope_patch.patching.kernels.attention_forward import PatchedAttentionForward
+from rope_patch.patching.kernels.deferred_norms import norm_spec_of
 
 pytest.importorskip("triton")
 
@@ -49,12 +47,11 @@ def test_all_kernels_give_the_same_logits(family):
         expected[kernels] = logits(model)
         rotating_layers = 0 if kernels == "hf" else SIZES["num_hidden_layers"]
         assert len(modules_with_forward(model, PatchedAttentionForward)) == rotating_layers
-        assert len(modules_with_forward(model, DeferredNorm)) == (
-            2 * rotating_layers if family in NORMED else 0
-        )
+        assert len(deferred_norms(model)) == (2 * rotating_layers if family in NORMED else 0)
         handle.undo()
         assert logits(model).equal(plain)
         assert not any("forward" in vars(module) for module in model.modules())
+        assert not deferred_norms(model)
     assert_differs(expected["hf"], plain)
     assert expected["auto"].equal(expected["hf"])  # to the bit on a CPU, in float32
     for kernels in OURS:
@@ -178,7 +175,7 @@ def test_patch_works_under_another_default_device():
         model = make_model("qwen3")
         norm_spec_of.__globals__["_probe_norm"].cache_clear()
         patch(model, "reference")
-    assert modules_with_forward(model, DeferredNorm)
+    assert deferred_norms(model)
 
 
 @pytest.mark.parametrize("kernels", OURS)
