@@ -54,7 +54,9 @@ VARIANT_JOBS = {
         for interleaved in (False, True)
     },
     "rope backwards": Job(kernel="rope backwards", head_dim=128),
-    "re-rotation": Job(kernel="re-rotation", head_dim=128),
+    "re-rotation, one layer": Job(kernel="re-rotation", head_dim=128),
+    "re-rotation, 36 layers": Job(kernel="re-rotation", head_dim=128, layers=36),
+    "re-rotation, 30 narrow layers": Job(kernel="re-rotation", **_SMOL, layers=30),
     "rope, a part": Job(kernel="rope", head_dim=128, rotary_dim=32),
     "sum of weights": Job(kernel="sum of weights", head_dim=128),
     "sum of weights of all heads": Job(kernel="sum of weights", head_dim=128, norm_all_heads=True),
@@ -89,7 +91,7 @@ class Code:
         constants: Constants that the kernel was compiled for.
         accesses: Number of accesses to global memory by kind and width in bits, such as "ld 128".
         names: How often each instruction is in the code; empty for AMD.
-        per_token: Warp instructions for a token; None for AMD and for sums of weights.
+        per_token: Warp instructions for a token of a layer; None for AMD and for sums of weights.
         share: Share of an H200's issue slots, while it moves a token's bytes at full bandwidth.
         microseconds: Estimated time of the longest program in the kernel, for one token.
     """
@@ -142,7 +144,9 @@ def _paths(
     rows = spec.constexprs["HEADS"]
     q_tiles, k_tiles = (triton.cdiv(n, rows) for n in job.heads)
     if job.kernel == "re-rotation":
-        yield list(walk(instructions, [k_tiles - 1] if k_tiles > 1 else [])), 1
+        trips = spec.constexprs["TILES"] - 1
+        path = list(walk(instructions, [trips] if trips else []))
+        yield path, spec.grid[1] / job.layers
     elif job.kernel.startswith("rope"):
         tiles = triton.cdiv(sum(job.heads), rows)
         trips = [] if spec.constexprs["ONE_TILE"] else [tiles - 1]
