@@ -27,6 +27,7 @@ from rope_patch.ops.kernel_variant import (
 )
 from rope_patch.ops.modes import is_interpreted, needs_plain_torch
 from rope_patch.ops.output_inversion import can_recompute_from_output
+from rope_patch.ops.transfer import copy_to_device
 from rope_patch.ops.validation import validate_shapes
 
 logger = logging.getLogger("rope_patch")
@@ -54,7 +55,7 @@ def _triton_unavailable_reason() -> str | None:
         if not _MIN_TRITON <= release <= _MAX_TRITON:
             problem = f"Triton is {version}, and 3.6 to 3.9 are supported"
         else:
-            for name in ("rope", "qk_norm_rope"):
+            for name in ("rope", "qk_norm_rope", "rerotate"):
                 _kernel_modules[name] = importlib.import_module(f"rope_patch.ops.kernels.{name}")
             return None
     except Exception as error:  # a broken installation can raise anything
@@ -292,15 +293,17 @@ def rerotate_(
 ) -> None:
     """Re-rotate keys from one set of frequencies to another, in place and exactly.
 
-    Triton takes one launch a layer and no memory besides the keys. Keys in 16 bits are rounded
-    stochastically, so that they do not drift over many changes. The random bits are a hash of the
-    value, so equal keys always become equal keys.
+    Triton takes one launch for all layers of one shape, dtype and memory layout, after a copy of
+    their addresses to the device that the CPU does not wait for, and no other memory. Keys in 16
+    bits are rounded stochastically, so that they do not drift over many changes. The random bits
+    are a hash of the value, so equal keys always become equal keys.
 
     Args:
-        layers: Keys of one or several layers on one device, `[B, K, S, D]` each. The first R
-            dimensions of each head are rotated.
+        layers: Keys of one or several layers on one device, `[B, K, S, D]` each, in memory that
+            does not overlap. The first R dimensions of each head are rotated.
         positions: Token positions, `[B, S]` or `[S]`.
         old: The frequencies of the keys, `[R / 2 + 1]` or `[B, R / 2 + 1]`; see `pack_frequencies`.
+            Like `new`, on the keys' device or on the CPU.
         new: The frequencies to rotate them to.
         interleaved: See `rope`.
         kernels: See `rope`.
@@ -308,45 +311,46 @@ def rerotate_(
     Raises:
         ValueError: Shapes or dtypes do not match, or the kernels cannot run.
     """
+    if not layers:
+        return
     difference = rerotation_frequencies(old, new)
-    if not all(
-        use_triton(keys, kernels)
-        and _can_rerotate(keys, positions, difference, interleaved, kernels)
-        for keys in layers
+    if difference.device.type == "cpu":
+        difference = copy_to_device(difference, layers[0].device)
+    groups = []
+    if all(use_triton(keys, kernels) for keys in layers):
+        groups = _kernel_modules["rerotate"].group_layers(layers)
+    if not groups or not all(
+        _can_rerotate(group, positions, difference, interleaved, kernels) for group in groups
     ):
         plain_torch.require_torch_backend(kernels)
         for keys in layers:
             validate_shapes(keys, None, positions, difference, None, 1)
         reference.rerotate_(layers, positions, difference, interleaved=interleaved)
         return
-    settings = (None, interleaved, 1, False, True, True)
-    for keys in layers:
-        _kernel_modules["rope"].launch(keys, None, positions, difference, *settings)
-        torch.autograd.graph.increment_version(keys)  # as any in-place operation does
+    for group in groups:
+        _kernel_modules["rerotate"].launch(group, positions, difference, interleaved)
+        torch.autograd.graph.increment_version(group)  # as any in-place operation does
 
 
 def _can_rerotate(
-    keys: torch.Tensor,
+    group: Sequence[torch.Tensor],
     positions: torch.Tensor,
     packed_freqs: torch.Tensor,
     interleaved: bool,
     kernels: str,
 ) -> bool:
-    """Return whether the kernel passed its check for keys like these."""
+    """Return whether the kernel passed its check for a group of layers like this one."""
+    keys, has_table = group[0], len(group) > 1
     if torch.compiler.is_compiling():
         return self_check.may_trace(REROTATE, keys.device, keys.dtype, kernels)
     shape = keys.shape
     checked = (
         REROTATE, keys.device, keys.dtype, shape[-1], shape[1], packed_freqs.size(-1), interleaved,
+        has_table,
     )  # fmt: skip
     if checked in self_check.passed:
         return True
     validate_shapes(keys, None, positions, packed_freqs, None, 1)
     fields = variant_fields(keys, None, packed_freqs, None, interleaved, 1, False)
-    variant = KernelVariant(op=REROTATE, **fields, **layout_fields(keys, None))
-    return self_check.passes(checked, kernels, variant)
-
-
-# As torch.compiler.assume_constant_result does, without importing the compiler.
-for _constant in (triton_unavailable_reason, is_interpreted, self_check.may_trace):
-    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
+    fields |= {"several_layers": has_table} | layout_fields(keys, None)
+    return self_check.passes(checked, kernels, KernelVariant(op=REROTATE, **fields))

@@ -27,6 +27,7 @@ _ATTENTION_FACTOR = 1.1
 _WEIGHT_SPREAD = 0.1
 _EPS = 1e-6
 _SEED = 0
+_LAYER_NAMES = ("keys", "keys of the second layer")
 
 
 class Comparison(NamedTuple):
@@ -192,13 +193,14 @@ def _run_qk_norm_rope(variant: KernelVariant, problem: _Problem) -> dict[str, to
 
 
 def _run_rerotate(variant: KernelVariant, problem: _Problem) -> dict[str, torch.Tensor]:
-    from rope_patch.ops.kernels import rope
+    from rope_patch.ops.kernels import rerotate
 
-    keys, _ = problem.heads_on_device()
-    rest = (*problem.angles_on_device(), variant.interleaved, variant.heads_dim)
-    inputs: Any = (keys, None, *rest, False, True, True)
-    rope.launch(*inputs)
-    return {"keys": keys}
+    layers = [problem.heads_on_device()[0] for _ in range(2 if variant.several_layers else 1)]
+    for keys in layers[1:]:  # other numbers, so that a layer cannot pass for another one
+        keys.neg_()
+    positions, packed_freqs, _ = problem.angles_on_device()
+    rerotate.launch(layers, positions, packed_freqs, variant.interleaved)
+    return dict(zip(_LAYER_NAMES, layers, strict=False))
 
 
 _RUNS = {ROPE: _run_rope, QK_NORM_ROPE: _run_qk_norm_rope, REROTATE: _run_rerotate}
@@ -225,7 +227,9 @@ def _exact_results(variant: KernelVariant, problem: _Problem) -> dict[str, torch
     else:
         outputs = reference.rope(inputs[0], [*inputs, None][1], *angles, **layout)
     outputs = [x for x in outputs if x is not None]
-    names = ["keys"] if variant.op == REROTATE else ["q", "k"]
+    names = ["q", "k"]
+    if variant.op == REROTATE:
+        names, outputs = list(_LAYER_NAMES), [*outputs, -outputs[0]]
     results = dict(zip(names, (x.detach() for x in outputs), strict=False))
     if variant.needs_grad:
         grads = [x.double() for x in (problem.q_grad, problem.k_grad) if x is not None]

@@ -54,6 +54,7 @@ class KernelVariant:
         offset: Added to the weights.
         trains_weights: Whether the weights have gradients, which takes a kernel of its own.
         recompute_input: Whether the backward pass starts from the output.
+        several_layers: Whether keys of several layers are re-rotated in one launch.
         q_layout: Memory layout of queries to imitate; None: tokens before heads.
         k_layout: The same for keys.
     """
@@ -76,6 +77,7 @@ class KernelVariant:
     offset: float = 0.0
     trains_weights: bool = False
     recompute_input: bool = False
+    several_layers: bool = False
     q_layout: Layout | None = None
     k_layout: Layout | None = None
 
@@ -93,6 +95,7 @@ class KernelVariant:
             "all heads normed together" if self.norm_all_heads else "",
             backward if self.needs_grad else "",
             "input recomputed" if self.recompute_input else "",
+            "several layers" if self.several_layers else "",
         ]
         return ", ".join(part for part in parts if part)
 

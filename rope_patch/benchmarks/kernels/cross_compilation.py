@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rope_patch.ops.kernels import qk_norm_rope, rope, weight_gradient_sum
+from rope_patch.ops.kernels import qk_norm_rope, rerotate, rope, weight_gradient_sum
 from rope_patch.ops.kernels.launcher import Launcher, LaunchSpec
 
 TARGETS = {
@@ -47,6 +47,7 @@ class Job:
         norm_all_heads: Whether the heads of a token are normed together.
         tokens: Tokens of the only row.
         offset: Added to the norms' weights; it changes no code of ours.
+        layers: Layers whose keys are re-rotated in one launch.
     """
 
     kernel: str
@@ -57,11 +58,13 @@ class Job:
     norm_all_heads: bool = False
     tokens: int = 8192
     offset: float = 0.0
+    layers: int = 1
 
     def moved_bytes(self) -> int:
-        """Return what must be moved for a token: reads, and writes of the results."""
+        """Return what must be moved for a token of a layer: reads, and writes of the results."""
         tensors = 3 if self.kernel.startswith("norm backwards") else 2
-        return tensors * sum(self.heads) * self.head_dim * torch.bfloat16.itemsize
+        heads = self.heads[1] if self.kernel == "re-rotation" else sum(self.heads)
+        return tensors * heads * self.head_dim * torch.bfloat16.itemsize
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,7 @@ def record_launch(job: Job) -> Launch:
     settings: Any
     with _recorders() as recorders:
         if job.kernel == "re-rotation":
-            settings = (job.interleaved, 1, False, True, True)
-            rope.launch(k, None, *where, *settings)
+            rerotate.launch([k] * job.layers, positions, packed_freqs, job.interleaved)
         elif job.kernel in ROPE_KERNELS:
             settings = (job.interleaved, 1, job.kernel == "rope backwards")
             rope.launch(q, k, *where, *settings)
@@ -127,8 +129,10 @@ def record_launch(job: Job) -> Launch:
             trained = job.kernel != "norm backwards, frozen"
             arguments: Any = (q, k, *weights, *rstds, q, k, *where, *settings, trained)
             qk_norm_rope.launch_backward(*arguments)
-    if job.kernel in (*ROPE_KERNELS, "re-rotation"):
+    if job.kernel in ROPE_KERNELS:
         return recorders[rope, "_launcher"].launch
+    if job.kernel == "re-rotation":
+        return recorders[rerotate, "_launcher"].launch
     if job.kernel == "sum of weights":
         return recorders[weight_gradient_sum, "_launcher"].launch
     direction = "forward" if job.kernel == "norm" else "backward"
@@ -140,7 +144,7 @@ def _recorders() -> Iterator[dict[Any, LaunchRecorder]]:
     """Let all launchers record; yield the recorders by module and name."""
     launchers = {
         (module, name): value
-        for module in (rope, qk_norm_rope, weight_gradient_sum)
+        for module in (rope, qk_norm_rope, rerotate, weight_gradient_sum)
         for name, value in vars(module).items()
         if isinstance(value, Launcher)
     }

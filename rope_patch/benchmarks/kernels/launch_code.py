@@ -48,7 +48,7 @@ class Code:
         constants: Constants that the kernel was compiled for.
         accesses: Number of accesses to global memory by kind and width in bits, such as "ld 128".
         names: How often each instruction is in the code; empty for AMD.
-        per_token: Warp instructions for a token; None for AMD and for sums of weights.
+        per_token: Warp instructions for a token of a layer; None for AMD and for sums of weights.
         share: Share of an H200's issue slots, while it moves a token's bytes at full bandwidth.
         microseconds: Estimated time of the longest program in the kernel, for one token.
     """
@@ -120,7 +120,9 @@ def _paths(
     rows = launch.constants["HEADS"]
     q_tiles, k_tiles = (triton.cdiv(n, rows) for n in job.heads)
     if job.kernel == "re-rotation":
-        yield list(walk(instructions, [k_tiles - 1] if k_tiles > 1 else [])), 1
+        trips = launch.constants["TILES"] - 1
+        path = list(walk(instructions, [trips] if trips else []))
+        yield path, launch.grid[1] / job.layers
     elif job.kernel.startswith("rope"):
         tiles = triton.cdiv(sum(job.heads), rows)
         trips = [] if launch.constants["ONE_TILE"] else [tiles - 1]

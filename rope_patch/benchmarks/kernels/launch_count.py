@@ -113,9 +113,9 @@ def _our_kernel_names() -> set[str]:
 
 
 def _modules() -> list[Any]:
-    from rope_patch.ops.kernels import qk_norm_rope, rope
+    from rope_patch.ops.kernels import qk_norm_rope, rerotate, rope
 
-    return [qk_norm_rope, rope]
+    return [qk_norm_rope, rerotate, rope]
 
 
 @contextlib.contextmanager

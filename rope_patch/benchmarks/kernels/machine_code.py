@@ -57,7 +57,9 @@ VARIANT_JOBS = {
         for interleaved in (False, True)
     },
     "rope backwards": Job(kernel="rope backwards", head_dim=128),
-    "re-rotation": Job(kernel="re-rotation", head_dim=128),
+    "re-rotation, one layer": Job(kernel="re-rotation", head_dim=128),
+    "re-rotation, 36 layers": Job(kernel="re-rotation", head_dim=128, layers=36),
+    "re-rotation, 30 narrow layers": Job(kernel="re-rotation", **_SMOL, layers=30),
     "rope, a part": Job(kernel="rope", head_dim=128, rotary_dim=32),
     "sum of weights": Job(kernel="sum of weights", head_dim=128),
     "sum of weights of all heads": Job(kernel="sum of weights", head_dim=128, norm_all_heads=True),

@@ -168,6 +168,7 @@ def _variants(
     elif not forward.sections:
         keys = replace(forward, op=REROTATE, heads=forward.key_heads, key_heads=0)
         yield REROTATE, keys
+        yield f"{REROTATE}, several layers", replace(keys, several_layers=True)
 
 
 def _test(kernel: str, shape: str, variant: KernelVariant, batch: int, tokens: int) -> Row:

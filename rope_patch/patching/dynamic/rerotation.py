@@ -52,8 +52,8 @@ class KeyRerotation:
         rows = changed.nonzero().flatten().tolist()
         if not rows:
             return
-        # Usually all rows change: one block. Otherwise row by row, in place.
-        blocks = [slice(None)] if len(rows) == len(changed) else [slice(r, r + 1) for r in rows]
+        # In place, rows that follow one another change together: usually all of them.
+        blocks = _runs(rows)
         # Layers of one type with the same slots re-rotate by the same angles.
         groups: dict[Any, list[CachedKeys]] = {}
         for keys, slots, layer_type in cached:
@@ -98,13 +98,11 @@ class KeyRerotation:
         self, layers: list[torch.Tensor], at: torch.Tensor, old: torch.Tensor, new: torch.Tensor
     ) -> None:
         """Re-rotate keys by exact angles or transformers' rounded ones, as they were rotated."""
-        device = layers[0].device
         if self.kernels is not None and use_exact_positions(layers[0], self.kernels):
-            packed = [pack_frequencies(s[:, :-1], s[:, -1]).to(device) for s in (old, new)]
             rerotate_(
                 layers,
-                at.to(device),
-                *packed,
+                at.to(layers[0].device),
+                *(pack_frequencies(s[:, :-1], s[:, -1]) for s in (old, new)),
                 interleaved=self.layout.interleaved,
                 kernels=self.kernels,
             )
@@ -120,6 +118,13 @@ class KeyRerotation:
             sections=sections,
             interleaved=self.layout.interleaved,
         )
+
+
+def _runs(rows: list[int]) -> list[slice]:
+    """Return sorted rows as slices of neighbours."""
+    starts = [n for n in range(len(rows)) if n == 0 or rows[n] != rows[n - 1] + 1]
+    ends = [*starts[1:], len(rows)]
+    return [slice(rows[i], rows[j - 1] + 1) for i, j in zip(starts, ends, strict=True)]
 
 
 class _DifferentiableRerotation(torch.autograd.Function):

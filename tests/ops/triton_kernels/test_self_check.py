@@ -17,7 +17,7 @@ import triton
 from rope_patch import ops
 from rope_patch.ops import dispatch, kernel_trial, output_inversion, self_check
 from rope_patch.ops.kernel_variant import ROPE, KernelVariant, Layout
-from rope_patch.ops.kernels import qk_norm_rope, rope
+from rope_patch.ops.kernels import qk_norm_rope, rerotate, rope
 
 EPS, D = 1e-6, 16
 PLACE = torch.empty(0, device=DEVICE).device
@@ -110,10 +110,11 @@ def norm_and_rotate(q, k, *norms, kernels="auto", rotation=ROTATION, **settings)
     return rotation.norm_and_rope(q, k, *norms, kernels=kernels, eps=EPS, **settings)
 
 
-def rerotate(keys, kernels="auto"):
+def grow(*layers, kernels="auto"):
+    """Re-rotate keys of layers in place."""
     packed = [ops.pack_frequencies(ROTATION.inv_freq / n).to(DEVICE) for n in (1, 4)]
-    ops.rerotate_([keys], ROTATION.positions.to(DEVICE), *packed, kernels=kernels)
-    return keys
+    ops.rerotate_(layers, ROTATION.positions.to(DEVICE), *packed, kernels=kernels)
+    return layers
 
 
 def assert_true(outputs, inputs, norms=(), **slack):
@@ -190,8 +191,10 @@ def test_every_norm_is_a_variant_with_right_kernels(trials, warnings, together):
 
 def test_keys_that_are_rerotated_are_tried(trials, warnings):
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
-        rerotate(heads(dtype)[1])
+        grow(heads(dtype)[1])
     assert [variant.dtype for variant in trials] == [torch.float32, torch.bfloat16]
+    grow(*(heads(torch.bfloat16)[1] for _ in range(3)))
+    assert [variant.several_layers for variant in trials] == [False, False, True]
     assert not warnings()
 
 
@@ -305,16 +308,40 @@ def test_wrong_sum_of_weight_gradients_falls_back(break_launch, warnings):
         norm_and_rotate(*inputs, *norms, kernels="triton")
 
 
-def test_wrong_rerotation_falls_back(break_launch, warnings):
-    launch = break_launch(rope, "launch")
-    keys = heads(torch.float16)[1]
-    expected = rerotate(keys.clone(), kernels="reference")
+@pytest.mark.parametrize("layers", [1, 3])
+def test_wrong_rerotation_falls_back(break_launch, warnings, layers):
+    def spoil(group, *args):
+        real(group, *args)
+        return group[-1], None  # wrong in the last layer
+
+    real = rerotate.launch
+    launch = break_launch(rerotate, "launch")
+    launch.real = spoil
+    keys = [draw_heads(2, D, ROTATION, seed=s, dtype=torch.float16) for s in range(layers)]
+    expected = grow(*(x.clone() for x in keys), kernels="reference")
     for _ in range(2):
-        assert torch.equal(rerotate(keys.clone()), expected)
+        for got, right in zip(grow(*(x.clone() for x in keys)), expected, strict=True):
+            assert torch.equal(got, right)
     assert len(launch.calls) == 1
     assert len(warnings()) == 1
     with pytest.raises(RuntimeError, match="rerotate_"):
-        rerotate(keys, kernels="triton")
+        grow(*keys, kernels="triton")
+
+
+def test_layers_that_take_each_others_place_are_found(break_launch, warnings):
+    def swap(layers, *args):
+        real(layers, *args)
+        first = layers[0].clone()
+        layers[0].copy_(layers[1])
+        layers[1].copy_(first)
+
+    real = rerotate.launch
+    break_launch(rerotate, "launch", chosen=lambda *args: False).real = swap
+    keys = [draw_heads(2, D, ROTATION, seed=s) for s in range(2)]
+    expected = grow(*(x.clone() for x in keys), kernels="reference")
+    for got, right in zip(grow(*(x.clone() for x in keys)), expected, strict=True):
+        assert torch.equal(got, right)
+    assert "several layers" in warnings()[0]
 
 
 def test_other_variants_are_unaffected(break_launch, warnings):
