@@ -4,7 +4,6 @@ Tensors are on the meta device, so that they can have any size.
 """
 
 import inspect
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -12,54 +11,17 @@ import torch
 
 pytest.importorskip("triton")
 
+from mock_kernel import mock_launcher
+
 from rope_patch.ops.kernels import launcher, qk_norm_rope, rope, weight_gradient_sum
 
 DTYPE = torch.bfloat16
 
 
-@dataclass
-class Kernel:
-    """A mock kernel that records slow launches through Triton and fast ones of compiled kernels."""
-
-    fn: object
-    slow: list = field(default_factory=list)
-    fast: list = field(default_factory=list)
-    hooked: list = field(default_factory=list)
-
-    def __getitem__(self, grid):
-        def launch(*args, num_warps, num_stages, **constants):
-            self.slow.append(
-                SimpleNamespace(grid=grid, args=args, constants=constants, warps=num_warps)
-            )
-            return Compiled(self)
-
-        return launch
-
-
-@dataclass
-class Compiled:
-    """A mock of Triton's `CompiledKernel`."""
-
-    kernel: Kernel
-    function = "function"
-    packed_metadata = "metadata"
-
-    def __getitem__(self, grid):
-        return lambda *args: self.kernel.hooked.append(SimpleNamespace(grid=grid, args=args))
-
-    def run(self, x, y, z, stream, function, metadata, description, enter, leave, *args):
-        assert (stream, function, metadata) == ("stream", "function", "metadata")
-        assert description is enter is leave is None
-        self.kernel.fast.append(SimpleNamespace(grid=(x, y, z), args=args))
-
-
 @pytest.fixture
 def launches(monkeypatch):
     """Mock all kernels; `launches.rope` and so on record launches."""
-    monkeypatch.setattr(launcher, "INTERPRETED", False)
     monkeypatch.setattr(launcher, "_ONE_HEAD_TOKENS", 16)
-    driver = SimpleNamespace(get_current_stream=lambda index: "stream")
-    monkeypatch.setattr(launcher.triton.runtime.driver, "_active", driver)
     recorder = SimpleNamespace()
     for name, module, attribute in (
         ("rope", rope, "_launcher"),
@@ -67,9 +29,7 @@ def launches(monkeypatch):
         ("backward", qk_norm_rope, "_backward_launcher"),
         ("sum", weight_gradient_sum, "_launcher"),
     ):
-        kernel = Kernel(getattr(module, attribute).kernel.fn)
-        setattr(recorder, name, kernel)
-        monkeypatch.setattr(module, attribute, launcher.Launcher(kernel))
+        setattr(recorder, name, mock_launcher(monkeypatch, module, attribute))
     return recorder
 
 

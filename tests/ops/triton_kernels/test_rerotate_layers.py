@@ -1,13 +1,14 @@
 """Test the re-rotation of many layers in one launch: bits, groups of layers and launches."""
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.exact_rotation import DEVICE, Rotation, draw, frequencies
 
 pytest.importorskip("triton")
+
+from mock_kernel import mock_launcher
 
 from rope_patch import ops
 from rope_patch.ops.kernels import launcher, rerotate
@@ -168,20 +169,7 @@ def test_copies_to_a_gpu_start_from_pinned_memory(device):
 @pytest.fixture
 def compiled(monkeypatch):
     """Mock the kernel; record launches through Triton, and fast ones."""
-    recorder = SimpleNamespace(slow=[], fast=[], fn=rerotate.rerotate_kernel.fn)
-
-    class Kernel:
-        def __getitem__(self, grid):
-            def launch(*args, num_warps, num_stages, **constants):
-                recorder.slow.append(SimpleNamespace(grid=grid, args=args, constants=constants))
-                fast = SimpleNamespace(append=recorder.fast.append)
-                return {grid: lambda *a: fast.append(SimpleNamespace(grid=grid, args=a))}
-
-            return launch
-
-    monkeypatch.setattr(launcher, "INTERPRETED", False)
-    monkeypatch.setattr(rerotate, "_launcher", launcher.Launcher(Kernel()))
-    return recorder
+    return mock_launcher(monkeypatch, rerotate, "_launcher")
 
 
 def launch_meta(count, heads=8, tokens=4, dim=128, dtype=torch.bfloat16):
