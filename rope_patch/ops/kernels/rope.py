@@ -56,7 +56,7 @@ def _token_rows(
 
 
 @triton.jit
-def _rotate_tile(
+def rotate_tile(
     raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K, row, cos, sin,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, STOCHASTIC: tl.constexpr, KEYS: tl.constexpr,
@@ -119,7 +119,7 @@ def rope_kernel(
     sin *= factor
     if CONJUGATE:
         sin = -sin
-    _rotate_tile(
+    rotate_tile(
         raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K, row,
         cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, STOCHASTIC, KEYS, DENSE,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def rope_kernel(
         for row in range(HEADS, H + (K if KEYS else 0), HEADS):
             start, valid, d = _token_rows(q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS, DENSE, HEADS)
             raw1, raw2 = read_rows(start, valid, d, R, PAIRS, INTERLEAVED)
-            _rotate_tile(
+            rotate_tile(
                 raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K,
                 row, cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, STOCHASTIC, KEYS, DENSE,
             )  # fmt: skip
