@@ -27,6 +27,7 @@ from rope_patch.patching.architecture.attention_source import (
     undecorated_forward,
 )
 from rope_patch.patching.defaults import torch_defaults
+from rope_patch.patching.kernels.cache_write import CacheWrite, active
 from rope_patch.patching.kernels.exclusive_memory import are_exclusive, is_overwriting_possible
 from rope_patch.patching.kernels.position_passthrough import use_exact_positions
 from rope_patch.patching.undo_log import UndoLog
@@ -96,7 +97,21 @@ class PatchedAttentionForward(ReboundForward):
         usage = inspect_forward(type(module))
         self.norm_names: tuple[str, ...] = usage.norm_names or ()
         self.rebinds = usage.rebinds
+        self.cache_name = usage.cache_name
         super().__init__(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(self.cache_name) if self.cache_name else None
+        if cache is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return self.function(self.module, *args, **kwargs)
+        write = CacheWrite.of(cache, self.module)
+        if write is None:
+            return self.function(self.module, *args, **kwargs)
+        outer, active.write = active.write, write
+        try:
+            return self.function(self.module, *args, **kwargs | {self.cache_name: write})
+        finally:
+            active.write = outer
 
     def names(self, function: Any) -> dict[str, Any]:
         """Return what the copy finds under which global names."""
@@ -130,12 +145,19 @@ class PatchedAttentionForward(ReboundForward):
             "kernels": self.kernels,
             "inplace": overwrites and self.kernels != "reference",  # which would make copies first
         }
-        if not deferred:
-            return rope(q, k, cos, sin, **options)
-        assert self.norm_spec is not None
-        options |= {"eps": self._eps(), "offset": self.norm_spec.offset}
-        q_weight, k_weight = self._weights(q)
-        return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, **options)
+        norms: dict[str, Any] = {}
+        if deferred:
+            assert self.norm_spec is not None
+            q_weight, k_weight = self._weights(q)
+            norms = {"q_weight": q_weight, "k_weight": k_weight, "eps": self._eps()}
+            norms["offset"] = self.norm_spec.offset
+        write = None if torch.compiler.is_compiling() else active.write
+        if write is not None and write.attention is self.module:
+            rotated = write.defer(q, k, cos, sin, norms=norms, **options)
+            if rotated is not None:
+                return rotated
+        op: Any = qk_norm_rope if deferred else rope
+        return op(q, k, positions=cos, packed_freqs=sin, **norms, **options)
 
     def rotate_one(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
@@ -204,6 +226,7 @@ class PatchedAttentionForward(ReboundForward):
     def retire(self) -> None:
         """Rotate as the class does from now on: undone, but a wrapper still calls this."""
         self.kernels = "hf"
+        self.cache_name = None
         self.function = undecorated_forward(type(self.module))
 
     def for_replica(self, replica: Any) -> PatchedAttentionForward:
