@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from rope_patch.ops.angles import cos_sin, pack_frequencies
+from rope_patch.ops.cache_write import rope_into_cache
 from rope_patch.ops.dispatch import (
     KERNELS,
     qk_norm_rope,
@@ -28,6 +29,7 @@ __all__ = [
     "qk_norm_rope",
     "rerotate_",
     "rope",
+    "rope_into_cache",
     "triton_unavailable_reason",
     "use_triton",
 ]

@@ -55,7 +55,7 @@ def _triton_unavailable_reason() -> str | None:
         if not _MIN_TRITON <= release <= _MAX_TRITON:
             problem = f"Triton is {version}, and 3.6 to 3.9 are supported"
         else:
-            for name in ("rope", "qk_norm_rope", "rerotate"):
+            for name in ("rope", "qk_norm_rope", "rerotate", "cache_write"):
                 _kernel_modules[name] = importlib.import_module(f"rope_patch.ops.kernels.{name}")
             return None
     except Exception as error:  # a broken installation can raise anything
@@ -63,6 +63,11 @@ def _triton_unavailable_reason() -> str | None:
     if torch.cuda.is_available():  # a CPU has no kernels to miss
         logger.info("%s: rotating in plain torch", problem)
     return problem
+
+
+def kernel_module(name: str) -> Any:
+    """Return a module of `ops/kernels`, once Triton is known to run."""
+    return _kernel_modules[name]
 
 
 def use_triton(x: torch.Tensor, kernels: str = "auto") -> bool:

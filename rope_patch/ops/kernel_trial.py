@@ -12,7 +12,15 @@ import torch
 
 from rope_patch.ops import reference
 from rope_patch.ops.angles import pack_frequencies
-from rope_patch.ops.kernel_variant import QK_NORM_ROPE, REROTATE, ROPE, KernelVariant, Layout
+from rope_patch.ops.kernel_variant import (
+    QK_NORM_ROPE,
+    QK_NORM_ROPE_INTO_CACHE,
+    REROTATE,
+    ROPE,
+    ROPE_INTO_CACHE,
+    KernelVariant,
+    Layout,
+)
 
 # Largest error in units of rounding that arithmetic in float32 and one rounding leave. In 16 bits
 # the one rounding dominates; in float32 the approximations of cosine, sine and root do.
@@ -28,6 +36,9 @@ _WEIGHT_SPREAD = 0.1
 _EPS = 1e-6
 _SEED = 0
 _LAYER_NAMES = ("keys", "keys of the second layer")
+
+# Slots of a cache before and after those that are written, which keep their numbers.
+_SLOTS_BEFORE, _SLOTS_AFTER = 3, 2
 
 
 class Comparison(NamedTuple):
@@ -86,8 +97,8 @@ class _Problem:
             x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
             return (mean + scale * x).to(dtype)
 
-        def draw_heads(count: int, dtype: torch.dtype) -> Any:
-            sizes = [batch, tokens, variant.head_dim]
+        def draw_heads(count: int, dtype: torch.dtype, dim: int = variant.head_dim) -> Any:
+            sizes = [batch, tokens, dim]
             sizes.insert(variant.heads_dim, count)
             return draw(*sizes, dtype=dtype)
 
@@ -105,10 +116,14 @@ class _Problem:
             self.k = draw_heads(variant.key_heads, variant.key_dtype)
             self.k_grad = draw_heads(variant.key_heads, variant.key_dtype)
         self.weights = (
-            (draw_weight(heads), draw_weight(variant.key_heads))
-            if variant.op == QK_NORM_ROPE
-            else ()
+            (draw_weight(heads), draw_weight(variant.key_heads)) if variant.has_norms else ()
         )
+        if variant.writes_cache:
+            sizes = (batch, variant.key_heads, _SLOTS_BEFORE + tokens + _SLOTS_AFTER)
+            self.v = draw_heads(variant.key_heads, variant.dtype, variant.value_dim)
+            self.key_cache = draw(*sizes, variant.head_dim, dtype=variant.dtype)
+            self.value_cache = draw(*sizes, variant.value_dim, dtype=variant.dtype)
+            self.start = torch.tensor(_SLOTS_BEFORE, device="cpu")
         starts = torch.tensor(_FIRST_POSITIONS, device="cpu")[torch.arange(batch, device="cpu") % 2]
         self.positions = starts[:, None] + torch.arange(tokens, device="cpu")
         pairs = torch.arange(variant.rotary_dim // 2, dtype=torch.float64, device="cpu")
@@ -131,6 +146,18 @@ class _Problem:
         return self._place(self.q_grad, self.variant.q_layout), (
             None if self.k_grad is None else self._place(self.k_grad, self.variant.k_layout)
         )
+
+    def caches_on_device(self) -> list[torch.Tensor]:
+        """Return values, both caches and the first slot on the device."""
+        variant = self.variant
+        caches = [
+            self.on_device(cache) if layout is None else self._place(cache, layout)
+            for cache, layout in (
+                (self.key_cache, variant.key_cache_layout),
+                (self.value_cache, variant.value_cache_layout),
+            )
+        ]
+        return [self._place(self.v, variant.v_layout), *caches, self.on_device(self.start)]
 
     def on_device(self, x: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the device."""
@@ -203,7 +230,25 @@ def _run_rerotate(variant: KernelVariant, problem: _Problem) -> dict[str, torch.
     return dict(zip(_LAYER_NAMES, layers, strict=False))
 
 
-_RUNS = {ROPE: _run_rope, QK_NORM_ROPE: _run_qk_norm_rope, REROTATE: _run_rerotate}
+def _run_into_cache(variant: KernelVariant, problem: _Problem) -> dict[str, torch.Tensor]:
+    from rope_patch.ops.kernels import cache_write
+
+    q, k = problem.heads_on_device()
+    v, key_cache, value_cache, start = problem.caches_on_device()
+    weights = [problem.on_device(weight) for weight in problem.weights]
+    norms = (*weights, _EPS, variant.offset) if weights else None
+    inputs: Any = (q, k, v, key_cache, value_cache, start, *problem.angles_on_device(), norms)
+    q = cache_write.launch(*inputs, variant.interleaved, variant.heads_dim)
+    return {"q": q, "key cache": key_cache, "value cache": value_cache}
+
+
+_RUNS = {
+    ROPE: _run_rope,
+    QK_NORM_ROPE: _run_qk_norm_rope,
+    REROTATE: _run_rerotate,
+    ROPE_INTO_CACHE: _run_into_cache,
+    QK_NORM_ROPE_INTO_CACHE: _run_into_cache,
+}
 
 
 # -- the comparison --------------------------------------------------------------------------------
@@ -220,7 +265,7 @@ def _exact_results(variant: KernelVariant, problem: _Problem) -> dict[str, torch
     }
     angles = (problem.positions, problem.packed_freqs)
     outputs: Any
-    if variant.op == QK_NORM_ROPE:
+    if variant.has_norms:
         arguments: Any = (*inputs, *weights, *angles)
         norm = {"eps": _EPS, "offset": variant.offset}
         outputs = reference.qk_norm_rope(*arguments, **(layout | norm))
@@ -231,6 +276,12 @@ def _exact_results(variant: KernelVariant, problem: _Problem) -> dict[str, torch
     if variant.op == REROTATE:
         names, outputs = list(_LAYER_NAMES), [*outputs, -outputs[0]]
     results = dict(zip(names, (x.detach() for x in outputs), strict=False))
+    if variant.writes_cache:
+        caches = ((problem.key_cache, results.pop("k")), (problem.value_cache, problem.v.double()))
+        for name, (cache, x) in zip(("key cache", "value cache"), caches, strict=True):
+            heads_first = x if variant.heads_dim == 1 else x.transpose(1, 2)
+            results[name] = cache.double()
+            results[name][:, :, _SLOTS_BEFORE:-_SLOTS_AFTER] = heads_first
     if variant.needs_grad:
         grads = [x.double() for x in (problem.q_grad, problem.k_grad) if x is not None]
         gradients = torch.autograd.grad(outputs, [*inputs, *weights], grads)

@@ -9,6 +9,9 @@ import torch
 
 ROPE, QK_NORM_ROPE, REROTATE = "rope", "qk_norm_rope", "rerotate_"
 
+# `rope_into_cache` without and with norms.
+ROPE_INTO_CACHE, QK_NORM_ROPE_INTO_CACHE = "rope_into_cache", "qk_norm_rope_into_cache"
+
 # Triton compiles other code for strides that are multiples of 16.
 _STRIDE_UNIT = 16
 
@@ -36,7 +39,7 @@ class KernelVariant:
     """What one compiled kernel, or a forward kernel with its backward, is compiled for.
 
     Attributes:
-        op: `ROPE`, `QK_NORM_ROPE` or `REROTATE`.
+        op: `ROPE`, `QK_NORM_ROPE`, `REROTATE`, `ROPE_INTO_CACHE` or `QK_NORM_ROPE_INTO_CACHE`.
         device: Where it runs.
         dtype: Of queries.
         key_dtype: Of keys.
@@ -57,6 +60,10 @@ class KernelVariant:
         several_layers: Whether keys of several layers are re-rotated in one launch.
         q_layout: Memory layout of queries to imitate; None: tokens before heads.
         k_layout: The same for keys.
+        value_dim: Dimensions of a value that is written into a cache.
+        v_layout: Memory layout of values; None: tokens before heads.
+        key_cache_layout: Memory layout of the cache for keys; None: contiguous.
+        value_cache_layout: The same for values.
     """
 
     op: str
@@ -80,6 +87,20 @@ class KernelVariant:
     several_layers: bool = False
     q_layout: Layout | None = None
     k_layout: Layout | None = None
+    value_dim: int = 0
+    v_layout: Layout | None = None
+    key_cache_layout: Layout | None = None
+    value_cache_layout: Layout | None = None
+
+    @property
+    def has_norms(self) -> bool:
+        """Return whether queries and keys are normed."""
+        return self.op in (QK_NORM_ROPE, QK_NORM_ROPE_INTO_CACHE)
+
+    @property
+    def writes_cache(self) -> bool:
+        """Return whether keys and values are written into a cache."""
+        return self.op in (ROPE_INTO_CACHE, QK_NORM_ROPE_INTO_CACHE)
 
     def __str__(self) -> str:
         heads = f"{self.heads} + {self.key_heads}" if self.key_heads else str(self.heads)
@@ -91,7 +112,7 @@ class KernelVariant:
             f"heads_dim {self.heads_dim}",
             "sections" if self.sections else "",
             "in place" if self.inplace else "",
-            f"weights in {_name(self.weight_dtype)}" if self.op == QK_NORM_ROPE else "",
+            f"weights in {_name(self.weight_dtype)}" if self.has_norms else "",
             "all heads normed together" if self.norm_all_heads else "",
             backward if self.needs_grad else "",
             "input recomputed" if self.recompute_input else "",
@@ -137,8 +158,24 @@ def norm_fields(weight: torch.Tensor, offset: float, trains_weights: bool) -> di
 
 def layout_fields(q: torch.Tensor, k: torch.Tensor | None) -> dict[str, Any]:
     """Return the memory layouts of queries and keys."""
-    layouts = (x if x is None else Layout(tuple(x.shape), x.stride()) for x in (q, k))
+    layouts = (x if x is None else _layout(x) for x in (q, k))
     return dict(zip(("q_layout", "k_layout"), layouts, strict=True))
+
+
+def cache_fields(
+    v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+) -> dict[str, Any]:
+    """Return the attributes that the write into a cache adds."""
+    return {
+        "value_dim": v.shape[-1],
+        "v_layout": _layout(v),
+        "key_cache_layout": _layout(key_cache),
+        "value_cache_layout": _layout(value_cache),
+    }
+
+
+def _layout(x: torch.Tensor) -> Layout:
+    return Layout(tuple(x.shape), x.stride())
 
 
 def _name(dtype: torch.dtype) -> str:

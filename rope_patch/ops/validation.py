@@ -73,6 +73,44 @@ def validate_shapes(
         raise ValueError("weights must be contiguous")
 
 
+def validate_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    start: torch.Tensor,
+    out: torch.Tensor | None,
+    heads_dim: int,
+) -> None:
+    """Raise ValueError if values, caches or a result do not fit queries and keys."""
+    _require_float(v, key_cache, value_cache)
+    _require_one_device(
+        q, v=v, key_cache=key_cache, value_cache=value_cache, start=start, out=out
+    )  # fmt: skip
+    batch, heads, tokens = q.shape[0], k.shape[heads_dim], q.shape[3 - heads_dim]
+    sizes = [batch, tokens]
+    sizes.insert(heads_dim, heads)
+    if v.ndim != 4 or list(v.shape[:3]) != sizes:
+        raise ValueError(f"v must be {sizes} and its own dimension, got {_shape(v)}")
+    slots = key_cache.shape[2] if key_cache.ndim == 4 else 0
+    for name, cache, dim in (
+        ("key_cache", key_cache, k.shape[-1]),
+        ("value_cache", value_cache, v.shape[-1]),
+    ):
+        if list(cache.shape) != [batch, heads, slots, dim]:
+            raise ValueError(
+                f"{name} must be [{batch}, {heads}, slots, {dim}] with as many slots as the other "
+                f"cache, got {_shape(cache)}"
+            )
+    if start.dtype not in _INTEGERS or start.numel() != 1:
+        raise ValueError(f"start must be one int32 or int64, got {start.dtype} {_shape(start)}")
+    if out is not None and (out.shape != q.shape or out.dtype != q.dtype):
+        raise ValueError(
+            f"out must be like q, {q.dtype} {_shape(q)}, got {out.dtype} {_shape(out)}"
+        )
+
+
 def _require_float(*tensors: torch.Tensor | None) -> None:
     for x in tensors:
         if x is not None and x.dtype not in _FLOATS:

@@ -11,7 +11,14 @@ import torch
 from rope_patch.benchmarks.kernels.shapes import SHAPES, Shape
 from rope_patch.ops.dispatch import is_interpreted, triton_unavailable_reason
 from rope_patch.ops.kernel_trial import run_trial
-from rope_patch.ops.kernel_variant import QK_NORM_ROPE, REROTATE, ROPE, KernelVariant
+from rope_patch.ops.kernel_variant import (
+    QK_NORM_ROPE,
+    QK_NORM_ROPE_INTO_CACHE,
+    REROTATE,
+    ROPE,
+    ROPE_INTO_CACHE,
+    KernelVariant,
+)
 from rope_patch.ops.self_check import describe_device, describe_versions
 from rope_patch.utils.errors import Refused, describe_error
 
@@ -169,6 +176,8 @@ def _variants(
         keys = replace(forward, op=REROTATE, heads=forward.key_heads, key_heads=0)
         yield REROTATE, keys
         yield f"{REROTATE}, several layers", replace(keys, several_layers=True)
+    op = QK_NORM_ROPE_INTO_CACHE if forward.has_norms else ROPE_INTO_CACHE
+    yield op, replace(forward, op=op, value_dim=head_dim)
 
 
 def _test(kernel: str, shape: str, variant: KernelVariant, batch: int, tokens: int) -> Row:

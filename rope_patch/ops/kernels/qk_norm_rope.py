@@ -34,7 +34,7 @@ _PROGRAMS = 2048
 # The same where one program holds all heads of a token, with as many weights, in 4 warps. More
 # warps compute the same angles more often.
 _PROGRAMS_ALL_HEADS = 512
-_WARPS_ALL_HEADS = 4
+WARPS_ALL_HEADS = 4
 
 # -- launches --------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ def _make_forward_spec(
     eps, offset, interleaved, heads_dim, save = settings
     validate_shapes(q, k, positions, packed_freqs, sections, heads_dim, q_weight, k_weight)
     norm_all_heads, tokens = q_weight.ndim == 2, q.shape[0] * q.shape[3 - heads_dim]
-    constexprs = _make_constexprs(
+    constexprs = make_constexprs(
         q, k, packed_freqs, sections, offset, interleaved, heads_dim, norm_all_heads
     )
     tiles, warps = head_splits(tokens, (q.shape[heads_dim], k.shape[heads_dim]), constexprs)
@@ -180,7 +180,7 @@ def _make_forward_spec(
         (tokens, tiles, 1),
         (eps, *_scalar_args((q, k, q_out, k_out), positions, packed_freqs, heads_dim)),
         {**constexprs, "SAVE": save, "ONE_TILE": tiles > 1},
-        _WARPS_ALL_HEADS if norm_all_heads else warps,
+        WARPS_ALL_HEADS if norm_all_heads else warps,
     )
 
 
@@ -192,7 +192,7 @@ def _make_backward_spec(
     ) = tensors  # fmt: skip
     offset, interleaved, heads_dim, recompute_input, weights, programs, shares = settings
     norm_all_heads, tokens = q_weight.ndim == 2, q.shape[0] * q.shape[3 - heads_dim]
-    constexprs = _make_constexprs(
+    constexprs = make_constexprs(
         q, k, packed_freqs, sections, offset, interleaved, heads_dim, norm_all_heads
     )
     if not norm_all_heads:
@@ -207,7 +207,7 @@ def _make_backward_spec(
             "WEIGHTS": weights,
             "SHARED": shares > 1,
         },
-        _WARPS_ALL_HEADS if norm_all_heads else 1,
+        WARPS_ALL_HEADS if norm_all_heads else 1,
     )
 
 
@@ -228,7 +228,7 @@ def _backward_programs(
     return programs, min(triton.cdiv(heads, tile_heads), _PROGRAMS // max(programs, 1))
 
 
-def _make_constexprs(
+def make_constexprs(
     q: torch.Tensor,
     k: torch.Tensor,
     packed_freqs: torch.Tensor,
@@ -238,6 +238,7 @@ def _make_constexprs(
     heads_dim: int,
     norm_all_heads: bool,
 ) -> dict[str, Any]:
+    """Return the constants of a forward or backward kernel with norms."""
     max_heads = max(q.shape[heads_dim], k.shape[heads_dim])
     rotary_dim = 2 * (packed_freqs.shape[-1] - 1)
     sizes: dict[str, Any] = dict(tile_sizes(q.shape[-1], rotary_dim, max_heads))

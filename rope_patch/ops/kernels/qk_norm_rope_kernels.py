@@ -23,11 +23,14 @@ from rope_patch.ops.kernels.tile import (
 
 @triton.jit
 def _norm_tile(
-    raw1, raw2, x, w1, w2, w3, out, rstd, heads, x_h, x_d, out_h, out_d, row, cos, sin, eps,
-    NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    raw1, raw2, x, w1, w2, w3, out, rstd, heads, written, x_h, x_d, out_h, out_d, row, cos, sin,
+    eps, NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store a tile of which `read_pairs` read the pairs."""
+    """Norm, rotate and store a tile of which `read_pairs` read the pairs.
+
+    The first `written` of the heads are stored.
+    """
     x1, x2 = widen_pairs(raw1, raw2, PAIRS, HEADS, INTERLEAVED)
     x3 = load_unrotated(x, heads, x_h, x_d, row, D, R, UNROTATED, HEADS)
     squares = dot(x1, x2, x3, x1, x2, x3, NORM_ALL_HEADS, UNROTATED)
@@ -37,14 +40,14 @@ def _norm_tile(
         tl.store(rstd + rows, r, mask=rows < (1 if NORM_ALL_HEADS else heads))
     r = r[:, None]
     y1, y2 = rotate(x1 * r * w1, x2 * r * w2, cos, sin)
-    store_pairs(out, y1, y2, heads, out_h, out_d, row, R, PAIRS, HEADS, INTERLEAVED)
-    store_unrotated(out, x3 * r * w3, heads, out_h, out_d, row, D, R, UNROTATED, HEADS)
+    store_pairs(out, y1, y2, written, out_h, out_d, row, R, PAIRS, HEADS, INTERLEAVED)
+    store_unrotated(out, x3 * r * w3, written, out_h, out_d, row, D, R, UNROTATED, HEADS)
 
 
 @triton.jit
-def _norm_and_rotate(
-    raw1, raw2, x, weight, out, rstd, heads, x_h, x_d, out_h, out_d, first_row, cos, sin, eps,
-    OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
+def norm_and_rotate(
+    raw1, raw2, x, weight, out, rstd, heads, written, x_h, x_d, out_h, out_d, first_row, cos, sin,
+    eps, OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, IS_READ: tl.constexpr, ONE_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -59,20 +62,21 @@ def _norm_and_rotate(
     )
     if IS_READ:
         _norm_tile(
-            raw1, raw2, x, w1, w2, w3, out, rstd, heads, x_h, x_d, out_h, out_d, first_row, cos,
-            sin, eps, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
+            raw1, raw2, x, w1, w2, w3, out, rstd, heads, written, x_h, x_d, out_h, out_d,
+            first_row, cos, sin, eps, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS,
+            INTERLEAVED,
         )  # fmt: skip
     if not ONE_TILE:
         for row in range(first_row + (HEADS if IS_READ else 0), heads, HEADS):
             raw1, raw2 = read_pairs(x, heads, x_h, x_d, row, R, PAIRS, HEADS, INTERLEAVED)
             _norm_tile(
-                raw1, raw2, x, w1, w2, w3, out, rstd, heads, x_h, x_d, out_h, out_d, row, cos, sin,
-                eps, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
+                raw1, raw2, x, w1, w2, w3, out, rstd, heads, written, x_h, x_d, out_h, out_d, row,
+                cos, sin, eps, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
             )  # fmt: skip
 
 
 @triton.jit
-def _cos_sin_of_token(
+def cos_sin_of_token(
     positions, packed_freqs, sections, axis_stride, SECTIONS: tl.constexpr, R: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -117,39 +121,39 @@ def forward_kernel(
         if tl.program_id(1) < q_tiles:
             row = tl.program_id(1) * HEADS
             raw1, raw2 = read_pairs(q, H, q_h, q_d, row, R, PAIRS, HEADS, INTERLEAVED)
-            cos, sin = _cos_sin_of_token(
+            cos, sin = cos_sin_of_token(
                 positions, packed_freqs, sections, positions_a, SECTIONS, R, PAIRS
             )
-            _norm_and_rotate(
-                raw1, raw2, q, q_weight, q_out, q_rstd, H, q_h, q_d, qo_h, qo_d, row, cos, sin, eps,
-                OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, True,
+            norm_and_rotate(
+                raw1, raw2, q, q_weight, q_out, q_rstd, H, H, q_h, q_d, qo_h, qo_d, row, cos, sin,
+                eps, OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, True,
                 True,
             )  # fmt: skip
         else:
             row = (tl.program_id(1) - q_tiles) * HEADS
             raw1, raw2 = read_pairs(k, K, k_h, k_d, row, R, PAIRS, HEADS, INTERLEAVED)
-            cos, sin = _cos_sin_of_token(
+            cos, sin = cos_sin_of_token(
                 positions, packed_freqs, sections, positions_a, SECTIONS, R, PAIRS
             )
-            _norm_and_rotate(
-                raw1, raw2, k, k_weight, k_out, k_rstd, K, k_h, k_d, ko_h, ko_d, row, cos, sin, eps,
-                OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, True,
+            norm_and_rotate(
+                raw1, raw2, k, k_weight, k_out, k_rstd, K, K, k_h, k_d, ko_h, ko_d, row, cos, sin,
+                eps, OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, True,
                 True,
             )  # fmt: skip
     else:
         raw1, raw2 = read_pairs(q, H, q_h, q_d, 0, R, PAIRS, HEADS, INTERLEAVED)
-        cos, sin = _cos_sin_of_token(
+        cos, sin = cos_sin_of_token(
             positions, packed_freqs, sections, positions_a, SECTIONS, R, PAIRS
         )
-        _norm_and_rotate(
-            raw1, raw2, q, q_weight, q_out, q_rstd, H, q_h, q_d, qo_h, qo_d, 0, cos, sin, eps,
+        norm_and_rotate(
+            raw1, raw2, q, q_weight, q_out, q_rstd, H, H, q_h, q_d, qo_h, qo_d, 0, cos, sin, eps,
             OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
             True, NORM_ALL_HEADS,
         )  # fmt: skip
         if NORM_ALL_HEADS:
             raw1, raw2 = read_pairs(k, K, k_h, k_d, 0, R, PAIRS, HEADS, INTERLEAVED)
-        _norm_and_rotate(
-            raw1, raw2, k, k_weight, k_out, k_rstd, K, k_h, k_d, ko_h, ko_d, 0, cos, sin, eps,
+        norm_and_rotate(
+            raw1, raw2, k, k_weight, k_out, k_rstd, K, K, k_h, k_d, ko_h, ko_d, 0, cos, sin, eps,
             OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
             NORM_ALL_HEADS, NORM_ALL_HEADS,
         )  # fmt: skip

@@ -60,7 +60,7 @@ def _token_rows(
 
 
 @triton.jit
-def _rotate_tile(
+def rotate_tile(
     raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K, row, cos, sin,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, STOCHASTIC: tl.constexpr, KEYS: tl.constexpr,
@@ -123,7 +123,7 @@ def rope_kernel(
     sin *= factor
     if CONJUGATE:
         sin = -sin
-    _rotate_tile(
+    rotate_tile(
         raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K, row,
         cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, STOCHASTIC, KEYS, DENSE, ALIGNED,
     )  # fmt: skip
@@ -133,7 +133,7 @@ def rope_kernel(
                 q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS, DENSE, ALIGNED, HEADS
             )
             raw1, raw2 = read_rows(start, valid, d, R, PAIRS, INTERLEAVED)
-            _rotate_tile(
+            rotate_tile(
                 raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K,
                 row, cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, STOCHASTIC, KEYS, DENSE,
                 ALIGNED,

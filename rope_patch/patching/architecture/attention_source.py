@@ -9,12 +9,19 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 APPLY = "apply_rotary_pos_emb"
 _ANGLES = ("cos", "sin")
+
+# How a cache is updated, in the form of `ast.unparse`.
+_UPDATE = re.compile(
+    r"if (?P<cache>\w+) is not None:\n"
+    r" +(?P<k>\w+), (?P<v>\w+) = (?P=cache)\.update\((?P=k), (?P=v), self\.layer_idx\)"
+)
 
 # Calls that change a tensor's shape, but none of its numbers.
 _SHAPING = {"view", "reshape", "transpose", "contiguous", "unflatten"}
@@ -32,6 +39,8 @@ class ForwardUsage:
             for queries and keys. The forward uses them nowhere else.
         rebinds: Whether every call assigns its results to the names of its arguments, so that no
             name is left for the tensors before their rotation.
+        cache_name: The parameter with the cache, if its update follows the rotation at once and is
+            all that the forward does with it: nothing reads queries or keys in between.
     """
 
     rotates: bool
@@ -39,6 +48,7 @@ class ForwardUsage:
     problem: str | None = None
     norm_names: tuple[str, str] | None = None
     rebinds: bool = False
+    cache_name: str | None = None
 
 
 def inspect_forward(module_class: Any) -> ForwardUsage:
@@ -77,15 +87,18 @@ def _parse_forward(module_class: Any) -> ForwardUsage:
         return ForwardUsage(
             rotates=True, problem=f"{module_class.__name__} uses cos and sin in a way of its own"
         )
-    norms = None
+    norms = cache_name = None
     if len(calls) == 1 and not single:
         body = tree.body[0].body  # type: ignore[attr-defined]
         q_norm, k_norm = (_norm_before(body, calls[0], a) for a in calls[0].args[:2])
         uses = [n for n in ast.walk(tree) if getattr(n, "attr", None) in (q_norm, k_norm)]
         if q_norm and k_norm and len(uses) == 2:
             norms = (q_norm, k_norm)
+        cache_name = _cache_after(tree.body[0], calls[0])
     rebinds = all(any(_rebinds(n, call, count) for n in ast.walk(tree)) for call in calls)
-    return ForwardUsage(True, bool(single), norm_names=norms, rebinds=rebinds)
+    return ForwardUsage(
+        True, bool(single), norm_names=norms, rebinds=rebinds, cache_name=cache_name
+    )
 
 
 def undecorated_forward(module_class: Any) -> Any:
@@ -113,6 +126,28 @@ def _rebinds(node: ast.AST, call: ast.Call, count: int) -> bool:
     targets = target.elts if isinstance(target, ast.Tuple) else [target]
     names = [argument.id for argument in call.args[:count] if isinstance(argument, ast.Name)]
     return len(names) == count and [getattr(t, "id", None) for t in targets] == names
+
+
+def _cache_after(function: Any, call: ast.Call) -> str | None:
+    """Return the parameter whose `update` is the statement after a call, and its only use, or None.
+
+    The two statements must be these, whatever the five names are:
+
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+    """
+    rotations = [i for i, statement in enumerate(function.body) if _rebinds(statement, call, 2)]
+    if not rotations or rotations[0] + 1 == len(function.body):
+        return None
+    q, k = (argument.id for argument in call.args[:2])  # type: ignore[attr-defined]
+    written = _UPDATE.fullmatch(ast.unparse(function.body[rotations[0] + 1]))
+    if written is None or written["k"] != k or len({q, k, written["v"], written["cache"]}) != 4:
+        return None
+    cache = written["cache"]
+    parameters = [x.arg for x in (*function.args.args, *function.args.kwonlyargs)]
+    uses = [node for node in ast.walk(function) if _is_name(node, cache)]
+    return cache if cache in parameters and len(uses) == 2 else None
 
 
 def _norm_before(body: list[ast.stmt], call: ast.Call, argument: ast.expr) -> str | None:

@@ -22,6 +22,7 @@ from rope_patch.patching.architecture.attention_source import (
     inspect_forward,
     undecorated_forward,
 )
+from rope_patch.patching.kernels.cache_write import CacheWrite, active
 from rope_patch.patching.kernels.deferred_norms import (
     DeferrableNorms,
     DeferredNorm,
@@ -103,8 +104,23 @@ class PatchedAttentionForward(ReboundForward):
         self.interleaved = interleaved
         self.halve_tables = halved
         self.norms = DeferrableNorms.find(module, kernels)
-        self.rebinds = inspect_forward(type(module)).rebinds
+        usage = inspect_forward(type(module))
+        self.rebinds = usage.rebinds
+        self.cache_name = usage.cache_name
         super().__init__(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(self.cache_name) if self.cache_name else None
+        if cache is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        write = CacheWrite.of(cache, self.module)
+        if write is None:
+            return super().__call__(*args, **kwargs)
+        outer, active.write = active.write, write
+        try:
+            return super().__call__(*args, **kwargs | {self.cache_name: write})
+        finally:
+            active.write = outer
 
     def code(self, function: Any) -> types.CodeType:
         """Return the copy's code, which calls deferred norms in place of the norms."""
@@ -139,11 +155,18 @@ class PatchedAttentionForward(ReboundForward):
             "kernels": self.kernels,
             "inplace": overwrites and self.kernels != "reference",  # which would make copies first
         }
-        if norms is None or weights is None:
-            return rope(q, k, cos, sin, **options)
-        q_weight, k_weight = split_heads(weights, q.shape[-1])
-        options |= {"eps": norms.eps(), "offset": norms.spec.offset}
-        return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, **options)
+        norm_options: dict[str, Any] = {}
+        if norms is not None and weights is not None:
+            q_weight, k_weight = split_heads(weights, q.shape[-1])
+            norm_options = {"q_weight": q_weight, "k_weight": k_weight, "eps": norms.eps()}
+            norm_options["offset"] = norms.spec.offset
+        write = None if torch.compiler.is_compiling() else active.write
+        if write is not None and write.attention is self.module:
+            rotated = write.defer(q, k, cos, sin, norms=norm_options, **options)
+            if rotated is not None:
+                return rotated
+        op: Any = qk_norm_rope if norm_options else rope
+        return op(q, k, positions=cos, packed_freqs=sin, **norm_options, **options)
 
     def rotate_one(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
@@ -188,6 +211,7 @@ class PatchedAttentionForward(ReboundForward):
         self.kernels = "hf"
         if self.norms is not None:
             self.norms.retire()
+        self.cache_name = None
         self.function = undecorated_forward(type(self.module))
 
     def for_replica(self, replica: Any) -> PatchedAttentionForward:

@@ -45,12 +45,12 @@ def test_right_kernels():
     result = self_test.run_self_test()
     assert result.is_ok
     assert {row.verdict for row in result.rows} == {"ok"}
-    assert len(result.rows) == 3 * (4 + 5)  # dtypes; kernels of both models
+    assert len(result.rows) == 3 * (5 + 6)  # dtypes; kernels of both models
     assert all(0 < row.error <= row.limit for row in result.rows)
     text = result.as_text()
-    for part in (torch.__version__, triton.__version__, "interpreter", "27 of 27 are right"):
+    for part in (torch.__version__, triton.__version__, "interpreter", "33 of 33 are right"):
         assert part in text
-    assert sum(line.endswith("| ok |") for line in text.splitlines()) == 27
+    assert sum(line.endswith("| ok |") for line in text.splitlines()) == 33
 
 
 def test_wrong_kernel_is_found(monkeypatch):
@@ -87,11 +87,11 @@ def test_exit_codes_of_the_command(monkeypatch):
     command = ["bench", "--self-test", "--shapes", "rotates"]
     right = CliRunner().invoke(app, command)
     assert right.exit_code == 0
-    assert "12 of 12 are right" in right.output
+    assert "15 of 15 are right" in right.output
     break_launch(monkeypatch, lambda outputs: tuple(torch.full_like(x, torch.nan) for x in outputs))
     wrong = CliRunner().invoke(app, command)
     assert wrong.exit_code == 1
-    assert "11 of 12 are right" in wrong.output
+    assert "14 of 15 are right" in wrong.output
     report = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
     assert report["ok"] is False
     assert sum(row["verdict"] == "wrong" for row in report["rows"]) == 1
@@ -124,5 +124,6 @@ def test_shapes_are_those_of_real_models(monkeypatch):
     for name in ("interleaved", "sections", "inplace", "norm_all_heads", "recompute_input"):
         assert {getattr(variant, name) for variant in variants} == {False, True}
     assert {variant.head_dim for variant in variants} == {64, 128, 256}
-    assert {variant.op for variant in variants} == {"rope", "qk_norm_rope", "rerotate_"}
+    ops = {"rope", "qk_norm_rope", "rerotate_", "rope_into_cache", "qk_norm_rope_into_cache"}
+    assert {variant.op for variant in variants} == ops
     assert any(variant.rotary_dim < variant.head_dim for variant in variants)

@@ -1,0 +1,245 @@
+"""Test `rope_into_cache` against complex float64, in Triton and in plain torch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.exact_rotation import DEVICE, assert_laid_out_as, assert_rounded, draw, draw_heads
+from helpers.exact_rotation import make_rotation as make
+
+pytest.importorskip("triton")
+
+from rope_patch import ops
+from rope_patch.ops import dispatch
+from rope_patch.ops.kernels import cache_write, launcher
+
+EPS, START, SLOTS = 1e-6, 3, 9
+
+
+def make_heads(rotation, heads=3, key_heads=2, head_dim=16, value_dim=None, batch=2, **settings):
+    """Return queries, keys and values."""
+    dims = (head_dim, head_dim, value_dim or head_dim)
+    return [
+        draw_heads(n, dim, rotation, seed=seed, batch=batch, **settings)
+        for seed, n, dim in zip((1, 2, 3), (heads, key_heads, key_heads), dims, strict=True)
+    ]
+
+
+def make_caches(rotation, k, v, slots=SLOTS):
+    """Return caches full of numbers."""
+    heads = k.shape[rotation.heads_dim]
+    return [
+        draw(x.shape[0], heads, slots, x.shape[-1], seed=seed, dtype=x.dtype)
+        for x, seed in ((k, 7), (v, 8))
+    ]
+
+
+def write(rotation, qkv, caches, start=START, norms=None, kernels="triton", **settings):
+    if norms is not None:
+        settings |= {"q_weight": norms[0], "k_weight": norms[1], "eps": EPS}
+    start = torch.tensor(start, device=DEVICE)
+    where = (start, rotation.positions.to(DEVICE), rotation.packed_freqs)
+    return ops.rope_into_cache(
+        *qkv, *caches, *where, kernels=kernels, **rotation.settings, **settings
+    )
+
+
+def check(rotation, qkv, norms=None, kernels="triton", offset=0.0, slots=SLOTS):
+    """Check queries and both caches, and that all other slots keep their bits."""
+    caches = make_caches(rotation, *qkv[1:], slots=slots)
+    before = [x.clone() for x in caches]
+    q = write(rotation, qkv, caches, norms=norms, kernels=kernels, offset=offset)
+    if norms is None:
+        true_q, true_k = (rotation.true_rope(x) for x in qkv[:2])
+    else:
+        true_q, true_k = (
+            rotation.true_norm_and_rope(x, w, EPS, offset)
+            for x, w in zip(qkv[:2], norms, strict=True)
+        )
+    slack = 4e-7 if norms is None else 1e-6
+    assert_laid_out_as(q, qkv[0])
+    assert_rounded(q, true_q, slack=slack)
+    tokens = qkv[0].shape[3 - rotation.heads_dim]
+    heads_first = 2 if rotation.heads_dim == 1 else 1
+    expected_keys, expected_values = (
+        x if heads_first == 2 else x.transpose(1, 2) for x in (true_k, qkv[2])
+    )
+    written = slice(START, START + tokens)
+    assert_rounded(caches[0][:, :, written], expected_keys, slack=slack)
+    assert caches[1][:, :, written].equal(expected_values)
+    for cache, old in zip(caches, before, strict=True):
+        assert cache[:, :, :START].equal(old[:, :, :START])
+        assert cache[:, :, START + tokens :].equal(old[:, :, START + tokens :])
+
+
+def make_norms(qkv, rotation, across=False, offset=0.0):
+    return [
+        1 - offset + 0.3 * draw(*((x.shape[rotation.heads_dim],) if across else ()), x.shape[-1])
+        for x in qkv[:2]
+    ]
+
+
+@pytest.mark.parametrize("norm", [None, "each", "across"])
+@pytest.mark.parametrize(
+    ("heads_dim", "dtype"),
+    [(1, torch.float32), (1, torch.bfloat16), (1, torch.float16), (2, torch.bfloat16)],
+)
+def test_layouts_norms_and_dtypes(heads_dim, norm, dtype):
+    rotation = make(16, heads_dim=heads_dim)
+    qkv = make_heads(rotation, dtype=dtype)
+    norms = make_norms(qkv, rotation, norm == "across", offset=1.0) if norm else None
+    check(rotation, qkv, norms, offset=1.0 if norm else 0.0)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("rotary_dim", "head_dim", "value_dim", "interleaved"),
+    [
+        (64, 64, 64, False),
+        (32, 80, 80, False),
+        (20, 80, 24, True),
+        (128, 128, 128, True),
+        (256, 256, 256, False),
+    ],
+)
+def test_head_sizes(rotary_dim, head_dim, value_dim, interleaved, norm):
+    rotation = make(rotary_dim, heads_dim=1, interleaved=interleaved)
+    qkv = make_heads(rotation, 5, 1, head_dim, value_dim, batch=1, dtype=torch.bfloat16)
+    check(rotation, qkv, make_norms(qkv, rotation) if norm else None)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("heads_dim", [1, 2])
+def test_plain_torch(heads_dim, norm, kernels):
+    rotation = make(12, heads_dim=heads_dim, interleaved=True)
+    qkv = make_heads(rotation, value_dim=8)
+    check(rotation, qkv, make_norms(qkv, rotation) if norm else None, kernels=kernels)
+
+
+@pytest.mark.parametrize("norm", [None, "each", "across"])
+def test_many_tokens(monkeypatch, norm):
+    """From so many tokens on, one program takes all heads of a token."""
+    monkeypatch.setattr(launcher, "_ONE_PROGRAM_TOKENS", 2)
+    rotation = make(256, tokens=2, heads_dim=1)
+    qkv = make_heads(rotation, 9, 5, 256)
+    check(rotation, qkv, make_norms(qkv, rotation, norm == "across") if norm else None)
+
+
+def test_positions_and_frequencies_of_rows_and_axes():
+    rotation = make(16, heads_dim=1)
+    rows = replace(
+        rotation,
+        positions=torch.tensor([[5, 6], [900, 901]]),
+        inv_freq=torch.stack([rotation.inv_freq, rotation.inv_freq / 4]),
+        factor=torch.tensor([1.0, 1.2]),
+    )
+    check(rows, make_heads(rows))
+    axes = replace(
+        rotation,
+        positions=torch.tensor([[[5, 6]], [[70, 80]], [[900, 2]]]).expand(3, 2, 2),
+        sections=torch.arange(8) % 3,
+    )
+    check(axes, make_heads(axes))
+
+
+def test_views_of_a_fused_projection():
+    """Queries, keys and values are views of one tensor, and so are the caches."""
+    rotation = make(16, heads_dim=1)
+    packed = draw(2, 2, (3 + 2 + 2) * 16, seed=4)
+    qkv = [x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in packed.split((48, 32, 32), dim=-1)]
+    both = draw(2, SLOTS, 2, 2, 16, seed=5)
+    caches = [both[:, :, i].transpose(1, 2) for i in (0, 1)]
+    kept = packed.clone()
+    q = write(rotation, qkv, caches)
+    assert_rounded(q, rotation.true_rope(qkv[0]))
+    assert_rounded(caches[0][:, :, START : START + 2], rotation.true_rope(qkv[1]))
+    assert caches[1][:, :, START : START + 2].equal(qkv[2])
+    assert packed.equal(kept)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_queries_are_written_in_place(norm):
+    rotation = make(12, heads_dim=1)
+    qkv = make_heads(rotation)
+    norms = make_norms(qkv, rotation) if norm else None
+    expected = write(rotation, qkv, make_caches(rotation, *qkv[1:]), norms=norms)
+    version = qkv[0]._version
+    got = write(rotation, qkv, make_caches(rotation, *qkv[1:]), norms=norms, out=qkv[0])
+    assert got is qkv[0]
+    assert got.equal(expected)
+    assert got._version > version
+
+
+@pytest.mark.parametrize("norm", [None, "across"])
+@pytest.mark.parametrize("start", [SLOTS - 1, -1, 2**40])
+def test_tokens_past_the_end_touch_no_memory(start, norm):
+    rotation = make(12, heads_dim=1)
+    qkv = make_heads(rotation)
+    # The caches lie between guards, and rows lie behind one another.
+    memory = draw(2, 3, 2, 2, SLOTS, 16, seed=6)
+    before, caches = memory.clone(), (memory[0, 1], memory[1, 1])
+    norms = make_norms(qkv, rotation, norm == "across") if norm else None
+    q = write(rotation, qkv, caches, start=start, norms=norms)
+    fitting = [i for i in range(2) if 0 <= start + i < SLOTS]
+    for token in range(2):
+        assert q[:, :, token, :12].isnan().all() == (token not in fitting)
+    for token in fitting:
+        for cache, old in ((memory[0, 1], before[0, 1]), (memory[1, 1], before[1, 1])):
+            assert not cache[:, :, start + token].equal(old[:, :, start + token])
+            cache[:, :, start + token] = old[:, :, start + token]
+    assert memory.equal(before)
+
+
+def test_plain_torch_raises_past_the_end():
+    rotation = make(12, heads_dim=1)
+    qkv = make_heads(rotation)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        write(rotation, qkv, make_caches(rotation, *qkv[1:]), start=SLOTS - 1, kernels="auto")
+
+
+def test_one_launch_writes_everything(monkeypatch):
+    launches = []
+    call = launcher.Launcher.__call__
+    monkeypatch.setattr(
+        launcher.Launcher, "__call__", lambda self, *a: (launches.append(self), call(self, *a))
+    )
+    rotation = make(16, heads_dim=1)
+    qkv = make_heads(rotation)
+    check(rotation, qkv, make_norms(qkv, rotation))
+    assert launches == [cache_write._launcher]
+
+
+def test_other_dtypes_of_caches_are_written_after_the_rotation():
+    rotation = make(16, heads_dim=1)
+    qkv = make_heads(rotation)
+    caches = [x.bfloat16() for x in make_caches(rotation, *qkv[1:])]
+    write(rotation, qkv, caches)
+    assert caches[0][:, :, START : START + 2].equal(rotation.rope(*qkv[:2])[1].to(torch.bfloat16))
+
+
+@pytest.mark.skipif(not dispatch.is_interpreted(), reason="a CPU needs the interpreter")
+def test_inference_tensors_are_written():
+    with torch.inference_mode():
+        rotation = make(16, heads_dim=1)
+        check(rotation, make_heads(rotation))
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    rotation = make(16, heads_dim=1)
+    q, k, v = make_heads(rotation)
+    keys, values = make_caches(rotation, k, v)
+
+    def refuse(words, qkv=(q, k, v), caches=(keys, values), **settings):
+        for kernels in ("triton", "reference"):
+            with pytest.raises(ValueError, match=words):
+                write(rotation, qkv, caches, kernels=kernels, **settings)
+
+    refuse("v must be", (q, k, v[:, :1]))
+    refuse("value_cache must be", caches=(keys, values[:, :, 1:]))
+    refuse("key_cache must be", caches=(keys[:1], values))
+    refuse("one int32 or int64", start=1.0)
+    refuse("one int32 or int64", start=[1, 2])
+    refuse("out must be like q", out=q[:1])
+    refuse("given together", q_weight=torch.ones(16))
+    refuse("no gradients", (q, k, v.clone().requires_grad_()))

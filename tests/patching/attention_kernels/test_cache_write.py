@@ -1,0 +1,400 @@
+"""Test that rotation and the write into a static cache are one launch, and else as before."""
+
+import copy
+import types
+from contextlib import contextmanager
+
+import pytest
+import torch
+import transformers
+from helpers.tiny_models import make_model, tokens
+from kernel_models import patch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StaticCache
+from transformers.cache_utils import StaticLayer
+
+pytest.importorskip("triton")
+
+from rope_patch.ops.kernels import launcher
+from rope_patch.patching.architecture.attention_source import inspect_forward
+from rope_patch.patching.kernels import attention_forward, cache_write
+from rope_patch.patching.kernels.exclusive_memory import counts_are_reliable
+
+SLOTS, PROMPT, STEPS = 12, 3, 2
+
+pytestmark = pytest.mark.skipif(
+    not cache_write._probe_update(), reason="this transformers counts slots in another way"
+)
+
+
+class Operators(TorchDispatchMode):
+    """Names of operators, and of kernels that are launched."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.inside = [], False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.inside:  # else the interpreter runs it
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recorded_operators():
+    call, mode = launcher.Launcher.__call__, Operators()
+
+    def record(self, *arguments):
+        mode.names.append(self.kernel.__name__)
+        mode.inside = True
+        call(self, *arguments)
+        mode.inside = False
+
+    with pytest.MonkeyPatch.context() as monkeypatch, mode:
+        monkeypatch.setattr(launcher.Launcher, "__call__", record)
+        yield mode.names
+
+
+def make_cache(model, kind=StaticCache, **options):
+    return kind(config=model.config, max_cache_len=SLOTS, **options)
+
+
+@torch.no_grad()
+def decode(model, cache, batch=1, **kwargs):
+    """Return logits of a prompt and of some steps."""
+    ids = tokens(PROMPT + STEPS, batch)
+    parts = ids.split([PROMPT] + [1] * STEPS, dim=1)
+    return torch.cat([model(part, past_key_values=cache, **kwargs).logits for part in parts], 1)
+
+
+def contents(cache):
+    return [x for layer in cache.layers for x in (layer.keys, layer.values)]
+
+
+def assert_as_transformers(model, cache, expected_cache, method="yarn", **kwargs):
+    with patch(model, "hf", method):
+        expected = decode(model, expected_cache, **kwargs)
+    with patch(model, "triton", method), recorded_operators() as names:
+        got = decode(model, cache, **kwargs)
+    torch.testing.assert_close(got, expected, rtol=0, atol=5e-5)
+    for x, y in zip(contents(cache), contents(expected_cache), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=2e-5)
+    lengths = [[int(x.cumulative_length) for x in c.layers] for c in (cache, expected_cache)]
+    assert lengths[0] == lengths[1]
+    return names
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "olmo2", "cohere", "glm", "gpt_neox"])
+def test_one_launch_a_layer(family):
+    model = make_model(family)
+    names = assert_as_transformers(model, make_cache(model), make_cache(model))
+    layers = model.config.num_hidden_layers
+    assert names.count("write_kernel") == layers * (1 + STEPS)
+    assert not {"rope_kernel", "forward_kernel", "index_copy_"} & set(names)
+
+
+def test_dynamic_methods_re_rotate_the_written_keys():
+    """The sequence outgrows the trained length in the last step."""
+    model = make_model("llama", max_position_embeddings=PROMPT + STEPS - 1)
+    caches = [make_cache(model) for _ in range(2)]
+    names = assert_as_transformers(model, *caches, "dynamic-yarn")
+    assert names.count("write_kernel") == model.config.num_hidden_layers * (1 + STEPS)
+    assert names.count("rope_kernel") == model.config.num_hidden_layers  # re-rotation
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_large_queries_are_rotated_in_their_own_memory(family, monkeypatch):
+    monkeypatch.setattr(attention_forward, "_MIN_OVERWRITTEN_NUMEL", 0)
+    seen, op = [], cache_write.rope_into_cache
+    monkeypatch.setattr(
+        cache_write,
+        "rope_into_cache",
+        lambda q, *args, out, **kwargs: (seen.append(out is q), op(q, *args, out=out, **kwargs)),
+    )
+    model = make_model(family)
+    assert_as_transformers(model, make_cache(model), make_cache(model))
+    assert seen == [False] * len(seen)  # the operators' names are recorded by a mode
+    with patch(model, "triton"):
+        plain = make_cache(model)
+        expected = decode(model, plain)
+        assert seen[-1] is counts_are_reliable()
+    with patch(model, "hf"):
+        torch.testing.assert_close(decode(model, make_cache(model)), expected, rtol=0, atol=5e-5)
+
+
+def test_fused_projection_is_split_without_a_copy():
+    """Per layer of Phi-3: one launch of ours; queries, keys and values stay views of one tensor."""
+    model = make_model("phi3")
+    cache = make_cache(model)
+    with patch(model, "triton"):
+        decode(model, cache)
+        with recorded_operators() as names:
+            model_step(model, cache)
+    start = names.index("write_kernel")
+    after_projection = names[:start][::-1].index("mm") if "mm" in names[:start] else None
+    assert after_projection is not None
+    between = names[start - after_projection : start]
+    assert not {"clone", "copy_", "_to_copy", "cat", "contiguous"} & set(between), between
+
+
+@torch.no_grad()
+def model_step(model, cache, batch=1):
+    return model(tokens(1, batch), past_key_values=cache).logits
+
+
+def test_only_full_attention_of_gemma_is_fused():
+    """Sliding layers have a window, which another layer of the cache handles."""
+    model = make_model("gemma3")
+    names = assert_as_transformers(model, make_cache(model), make_cache(model))
+    assert names.count("write_kernel") == 1 + STEPS  # the model has one full-attention layer
+    assert names.count("forward_kernel") == 1 + STEPS
+
+
+def test_batch_with_padding_and_bfloat16():
+    model = make_model("qwen3").bfloat16()
+    mask = torch.ones(2, PROMPT, dtype=torch.long)
+    mask[0, :2] = 0
+    caches = [make_cache(model) for _ in range(2)]
+    ids = tokens(PROMPT, 2)
+    outputs = []
+    for kernels, cache in zip(("hf", "triton"), caches, strict=True):
+        with patch(model, kernels), torch.no_grad():
+            outputs.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0.1)
+    for x, y in zip(contents(caches[1]), contents(caches[0]), strict=True):
+        torch.testing.assert_close(x, y, rtol=2**-6, atol=0.03)
+
+
+def test_cache_reset_reorder_and_copy():
+    model = make_model("llama")
+    caches = [make_cache(model) for _ in range(2)]
+    results = []
+    for kernels, cache in zip(("hf", "triton"), caches, strict=True):
+        with patch(model, kernels):
+            decode(model, cache, batch=2)
+            cache.reorder_cache(torch.tensor([1, 1]))
+            reordered = model_step(model, cache, batch=2)
+            branch = copy.deepcopy(cache)
+            branched = model_step(model, branch, batch=2)
+            cache.reset()
+            results.append((reordered, branched, decode(model, cache, batch=2)))
+    for got, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=5e-5)
+    for x, y in zip(contents(caches[1]), contents(caches[0]), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=2e-5)
+
+
+def test_tokens_past_the_end_become_nan():
+    """transformers' update raises an error there; nothing is written outside of the memory."""
+    model = make_model("llama")
+    cache = make_cache(model)
+    with patch(model, "triton"), torch.no_grad():
+        model(tokens(SLOTS), past_key_values=cache)
+        kept = [x.clone() for x in contents(cache)]
+        assert model(tokens(1), past_key_values=cache).logits.isnan().all()
+    assert all(x.equal(y) for x, y in zip(contents(cache), kept, strict=True))
+
+
+# -- where the update stays ------------------------------------------------------------------------
+
+
+class LoggingCache(StaticCache):
+    """A cache with an update of its own."""
+
+    def update(self, *args, **kwargs):
+        self.updates = getattr(self, "updates", 0) + 1
+        return super().update(*args, **kwargs)
+
+
+class ScalingLayer(StaticLayer):
+    """A layer with an update of its own."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        return super().update(key_states, 2 * value_states, *args, **kwargs)
+
+
+def set_layers(cache):
+    cache.layers = [ScalingLayer(max_cache_len=SLOTS) for _ in cache.layers]
+
+
+def patch_cache(cache):
+    update = cache.update
+    cache.update = types.MethodType(
+        lambda self, k, v, *args, **kwargs: update(k, v + 1, *args, **kwargs), cache
+    )
+
+
+def patch_layers(cache):
+    for layer in cache.layers:
+        update = layer.update
+        layer.update = lambda k, v, *args, update=update, **kwargs: update(k, 2 * v)
+
+
+@pytest.mark.parametrize("change", [set_layers, patch_cache, patch_layers])
+def test_updates_of_users_are_called(change):
+    model = make_model("llama")
+    caches = [make_cache(model) for _ in range(2)]
+    for cache in caches:
+        change(cache)
+    assert "write_kernel" not in assert_as_transformers(model, *caches)
+    plain = make_cache(model)
+    with patch(model, "hf"):
+        decode(model, plain)
+    assert not caches[0].layers[0].values.allclose(plain.layers[0].values)
+
+
+def test_subclass_with_an_update_is_called():
+    model = make_model("llama")
+    caches = [make_cache(model, LoggingCache) for _ in range(2)]
+    assert "write_kernel" not in assert_as_transformers(model, *caches)
+    assert caches[0].updates == caches[1].updates == model.config.num_hidden_layers * (1 + STEPS)
+
+
+def test_update_replaced_on_the_class(monkeypatch):
+    calls, update = [], StaticLayer.update
+
+    def record(self, *args, **kwargs):
+        calls.append(self)
+        return update(self, *args, **kwargs)
+
+    monkeypatch.setattr(StaticLayer, "update", record)
+    model = make_model("llama")
+    names = assert_as_transformers(model, make_cache(model), make_cache(model))
+    assert "write_kernel" not in names
+    assert len(calls) == 2 * model.config.num_hidden_layers * (1 + STEPS)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_other_kernels_update_the_cache_themselves(kernels):
+    model = make_model("qwen3")
+    with patch(model, kernels), recorded_operators() as names:
+        decode(model, make_cache(model))
+    assert "write_kernel" not in names
+    assert names.count("index_copy_") == 2 * 2 * (1 + STEPS)
+
+
+def test_gradients_and_growing_caches_update_the_cache_themselves():
+    model = make_model("llama")
+    with patch(model, "triton"), recorded_operators() as names:
+        cache = make_cache(model)
+        loss = model(tokens(3), past_key_values=cache, labels=tokens(3)).loss
+        loss.backward()
+        decode(model, transformers.DynamicCache(config=model.config))
+    assert "write_kernel" not in names
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_cache_of_another_dtype_fails_as_before():
+    model = make_model("llama")
+    cache = make_cache(model)
+    with patch(model, "triton"), torch.no_grad():
+        model(tokens(3), past_key_values=cache)
+        for layer in cache.layers:
+            layer.values = layer.values.bfloat16()
+        with pytest.raises(RuntimeError, match="same"):
+            model(tokens(1), past_key_values=cache)
+
+
+def test_unpatched_and_copied_models_update_the_cache_themselves():
+    model = make_model("llama")
+    with patch(model, "triton"):
+        duplicate = copy.deepcopy(model)
+        expected = decode(model, make_cache(model))
+    with recorded_operators() as names:
+        got = decode(duplicate, make_cache(duplicate))
+    assert got.equal(expected)
+    assert "write_kernel" in names
+    with recorded_operators() as names:
+        decode(model, make_cache(model))
+    assert "write_kernel" not in names
+
+
+# -- the forward's source --------------------------------------------------------------------------
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    return q, k
+
+
+class Plain(torch.nn.Module):
+    def forward(self, q, k, v, cos, sin, past_key_values=None):
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        return q, k, v
+
+
+class ReadsBetween(torch.nn.Module):
+    def forward(self, q, k, v, cos, sin, past_key_values=None):
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        q = q * 2
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        return q, k, v
+
+
+class OtherUse(torch.nn.Module):
+    def forward(self, q, k, v, cos, sin, past_key_values=None):
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        return q, k, v, past_key_values
+
+
+class OtherArguments(torch.nn.Module):
+    def forward(self, q, k, v, cos, sin, past_key_values=None):
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx, {"scale": 1})
+        return q, k, v
+
+
+class OtherNames(torch.nn.Module):
+    def forward(self, q, k, v, cos, sin, past_key_values=None):
+        q, k2 = apply_rotary_pos_emb(q, k, cos, sin)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k2, v, self.layer_idx)
+        return q, k, v
+
+
+class Swapped(torch.nn.Module):
+    def forward(self, q, k, v, cos, sin, past_key_values=None):
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        if past_key_values is not None:
+            k, q = past_key_values.update(k, q, self.layer_idx)
+        return q, k, v
+
+
+class Otherwise(torch.nn.Module):
+    def forward(self, q, k, v, cos, sin, past_key_values=None):
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        else:
+            k = k * 2
+        return q, k, v
+
+
+class Global(torch.nn.Module):
+    def forward(self, q, k, v, cos, sin):
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        if SHARED is not None:
+            k, v = SHARED.update(k, v, self.layer_idx)
+        return q, k, v
+
+
+SHARED = None
+
+
+@pytest.mark.parametrize(
+    ("attention", "name"),
+    [
+        (Plain, "past_key_values"),
+        *((x, None) for x in (ReadsBetween, OtherUse, OtherArguments, OtherNames, Swapped)),
+        *((x, None) for x in (Otherwise, Global)),
+    ],
+)
+def test_only_an_update_right_after_the_rotation_counts(attention, name):
+    usage = inspect_forward(attention)
+    assert usage.rotates
+    assert usage.cache_name == name
