@@ -136,7 +136,8 @@ class _Layers:
         undo_log = UndoLog()
         for attention in self.attentions:
             attention_forward.install_attention_forward(attention, "triton", False, False, undo_log)
-        names, own = {None: ""}, self.rotary.forward
+        names: dict[str | None, str] = {None: ""}
+        own = self.rotary.forward
         undo_log.set(self.rotary, "forward", PositionPassthrough(self.rotary, names, own, "triton"))
 
     def rotary_step(self) -> Any:
