@@ -99,7 +99,7 @@ def test_dynamic_methods_re_rotate_the_written_keys():
     caches = [make_cache(model) for _ in range(2)]
     names = assert_as_transformers(model, *caches, "dynamic-yarn")
     assert names.count("write_kernel") == model.config.num_hidden_layers * (1 + STEPS)
-    assert names.count("rope_kernel") == model.config.num_hidden_layers  # re-rotation
+    assert names.count("rerotate_kernel") == 1  # all layers at once
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

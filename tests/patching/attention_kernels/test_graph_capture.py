@@ -3,6 +3,7 @@
 No GPU is needed: operators are logged as they are dispatched, with Triton's interpreter paused.
 """
 
+import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from rope_patch.patching.dynamic.hooks import LengthHooks
 
 pytest.importorskip("triton")
 
-from rope_patch.ops.kernels import rope
+from rope_patch.ops.kernels import cache_write
 from rope_patch.ops.kernels.launcher import Launcher
 
 START, STEPS = 12, 6  # tokens of the prompt, and after it
@@ -179,13 +180,13 @@ READS = {
 def test_a_read_in_the_rotation_is_seen(model, read, monkeypatch):
     patch(model, "triton")
     decoder = Decoder(model)
-    launch = rope.launch
+    launch = cache_write.launch
 
-    def read_and_launch(q, k, positions, *rest):
-        read(positions)
-        return launch(q, k, positions, *rest)
+    def read_and_launch(*args):
+        read(args[inspect.getfullargspec(launch).args.index("positions")])
+        return launch(*args)
 
-    monkeypatch.setattr(rope, "launch", read_and_launch)
+    monkeypatch.setattr(cache_write, "launch", read_and_launch)
     assert len(decoder.step()[1].reads) >= model.config.num_hidden_layers
 
 
