@@ -81,11 +81,12 @@ def rope_into_cache(
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight and k_weight are given together, or neither of them")
     norms = None if q_weight is None or k_weight is None else (q_weight, k_weight, eps, offset)
-    where = (positions, packed_freqs, sections, norms, interleaved, heads_dim)
+    arguments: Any = (*inputs, start, positions, packed_freqs, sections, norms)
+    arguments += (interleaved, heads_dim, out)
     is_triton = dispatch.use_triton(q, kernels) and not torch.compiler.is_compiling()
     dtype = q.dtype
     if not (is_triton and all(x.dtype == dtype for x in inputs)):
-        return _write_in_plain_torch(*inputs, start, *where, out, kernels)
+        return _write_in_plain_torch(*arguments, kernels=kernels)
     op = ROPE_INTO_CACHE if norms is None else QK_NORM_ROPE_INTO_CACHE
     shape = q.shape
     checked = (
@@ -101,11 +102,11 @@ def rope_into_cache(
         if norms is not None:
             fields |= norm_fields(norms[0], offset, False)
         if not self_check.passes(checked, kernels, KernelVariant(op=op, **fields)):
-            return _write_in_plain_torch(*inputs, start, *where, out, kernels)
+            return _write_in_plain_torch(*arguments, kernels=kernels)
     torch.autograd.graph.increment_version([key_cache, value_cache])
     if out is not None:
         torch.autograd.graph.increment_version(out)
-    return dispatch.kernel_module("cache_write").launch(*inputs, start, *where, out)
+    return dispatch.kernel_module("cache_write").launch(*arguments)
 
 
 def _write_in_plain_torch(

@@ -236,9 +236,10 @@ def _run_into_cache(variant: KernelVariant, problem: _Problem) -> dict[str, torc
     q, k = problem.heads_on_device()
     v, key_cache, value_cache, start = problem.caches_on_device()
     weights = [problem.on_device(weight) for weight in problem.weights]
-    norms = (*weights, _EPS, variant.offset) if weights else None
+    norms: Any = (*weights, _EPS, variant.offset) if weights else None
     inputs: Any = (q, k, v, key_cache, value_cache, start, *problem.angles_on_device(), norms)
-    q = cache_write.launch(*inputs, variant.interleaved, variant.heads_dim)
+    inputs += (variant.interleaved, variant.heads_dim)
+    q = cache_write.launch(*inputs)
     return {"q": q, "key cache": key_cache, "value cache": value_cache}
 
 

@@ -235,7 +235,11 @@ def _make_spec(
     )
     value_dim = values.shape[-1]
     value_sizes: dict[str, Any] = dict(tile_sizes(value_dim, value_dim, key_heads))
-    value_tiles, _ = head_splits(tokens, (key_heads,), value_sizes)
+    if norm_all_heads:
+        # With more warps, a smaller tile would be narrower than 16 bytes a thread.
+        value_sizes["HEADS"], value_tiles = constexprs["HEADS"], 1
+    else:
+        value_tiles, _ = head_splits(tokens, (key_heads,), value_sizes)
     scalars = [0.0 if norms is None else norms[2], q.shape[3 - heads_dim], heads, key_heads]
     scalars.append(key_cache.shape[2])
     for x in (q, k, values, q_out):

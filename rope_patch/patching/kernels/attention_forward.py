@@ -110,15 +110,17 @@ class PatchedAttentionForward(ReboundForward):
         super().__init__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get(self.cache_name) if self.cache_name else None
+        name = self.cache_name
+        cache = None if name is None else kwargs.get(name)
         if cache is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
         write = CacheWrite.of(cache, self.module)
         if write is None:
             return super().__call__(*args, **kwargs)
+        kwargs[str(name)] = write
         outer, active.write = active.write, write
         try:
-            return super().__call__(*args, **kwargs | {self.cache_name: write})
+            return super().__call__(*args, **kwargs)
         finally:
             active.write = outer
 

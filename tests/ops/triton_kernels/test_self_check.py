@@ -17,7 +17,7 @@ import triton
 from rope_patch import ops
 from rope_patch.ops import dispatch, kernel_trial, output_inversion, self_check
 from rope_patch.ops.kernel_variant import ROPE, KernelVariant, Layout
-from rope_patch.ops.kernels import qk_norm_rope, rerotate, rope
+from rope_patch.ops.kernels import cache_write, qk_norm_rope, rerotate, rope
 
 EPS, D = 1e-6, 16
 PLACE = torch.empty(0, device=DEVICE).device
@@ -151,6 +151,33 @@ def test_right_kernels_are_tried_once_for_each_variant(trials, warnings):
     for recorded in ("dtype", "needs_grad", "inplace"):
         assert len({getattr(variant, recorded) for variant in trials}) == 2
     assert not warnings()
+
+
+def rotate_into_cache(q, k, *norms):
+    """Return rotated queries, and the cache's keys and values in the slots 1 and 2 of 4."""
+    v = draw_heads(2, 8, ROTATION, seed=7, dtype=k.dtype)
+    caches = [torch.zeros(2, 2, 4, x.shape[-1], dtype=k.dtype, device=DEVICE) for x in (k, v)]
+    settings = ROTATION.settings | dict(zip(("q_weight", "k_weight"), norms, strict=False))
+    where = (torch.tensor(1, device=DEVICE), ROTATION.positions.to(DEVICE), ROTATION.packed_freqs)
+    q = ops.rope_into_cache(q, k, v, *caches, *where, eps=EPS, **settings)
+    assert caches[1][:, :, 1:3].equal(v)
+    return q, caches[0][:, :, 1:3]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_write_into_a_cache_is_tried_and_falls_back(trials, warnings, break_launch, normed):
+    inputs, norms = heads(), weights() if normed else ()
+    for _ in range(2):
+        assert_true(rotate_into_cache(*inputs, *norms), inputs, norms, slack=1e-6)
+    assert [variant.writes_cache for variant in trials] == [True]
+    assert not warnings()
+    self_check.passed.clear()
+    break_launch(cache_write, "launch")
+    for _ in range(2):
+        assert_true(rotate_into_cache(*inputs, *norms), inputs, norms, slack=1e-6)
+    (warning,) = warnings()
+    op = "qk_norm_rope_into_cache" if normed else "rope_into_cache"
+    assert f"kernel {op} is wrong: q is off by" in warning
 
 
 @pytest.mark.parametrize(
