@@ -359,3 +359,8 @@ def _can_rerotate(
     fields = variant_fields(keys, None, packed_freqs, None, interleaved, 1, False)
     fields |= {"several_layers": has_table} | layout_fields(keys, None)
     return self_check.passes(checked, kernels, KernelVariant(op=REROTATE, **fields))
+
+
+# As torch.compiler.assume_constant_result does, without importing the compiler.
+for _constant in (triton_unavailable_reason, is_interpreted, self_check.may_trace):
+    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
