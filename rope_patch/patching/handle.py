@@ -294,6 +294,7 @@ class Patch:
                     position_map.reach(plan.trained_length),
                     self.frequencies,
                     self._rotation_digest,
+                    plan.extension.kernels,
                     self._undo_log,
                 )
             if (temperature := plan.method.query_temperature) is not None:

@@ -85,6 +85,16 @@ class ForwardView:
         shift = self.regions[region].key_shift
         return self._tables_of(("key", region), shift, rotation, key, slots)
 
+    def step_tables(
+        self, regions: tuple[int, ...], rotation: ShiftRotation, query: torch.Tensor
+    ) -> Any:
+        """Return the tables that turn the only query by several regions, one a row."""
+        key = ("step", regions, id(rotation), query.device, query.dtype)
+        if key not in self._tables:
+            shifts: Any = [self.regions[region].query_shift for region in regions]
+            self._tables[key] = rotation.tables(torch.cat(shifts), query)
+        return self._tables[key]
+
     def _tables_of(
         self,
         name: Any,
@@ -95,9 +105,9 @@ class ForwardView:
     ) -> Any:
         if shift is None:
             return None
-        key = (name, slots.start, slots.stop, id(rotation.inv_freq), x.device, x.dtype)
+        key = (name, slots.start, slots.stop, id(rotation), x.device, x.dtype)
         if key not in self._tables:
-            self._tables[key] = rotation.tables(shift[:, slots].to(x.device), x)
+            self._tables[key] = rotation.tables(shift[:, slots], x)
         return self._tables[key]
 
 

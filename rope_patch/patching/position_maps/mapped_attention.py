@@ -169,6 +169,7 @@ def install_position_map(
     reach: int,
     frequencies: dict[str | None, Frequencies],
     rotation_digest: str,
+    kernels: str,
     undo_log: UndoLog,
 ) -> list[PositionHooks]:
     """Have attentions compare at mapped positions.
@@ -179,6 +180,7 @@ def install_position_map(
         reach: Positions that the frequencies below the map reach.
         frequencies: The rotation in effect, by layer type.
         rotation_digest: Of that rotation; caches of another one are refused.
+        kernels: Which code turns queries and keys; see `rope_patch.patch`.
         undo_log: Log of the changes.
 
     Returns:
@@ -194,11 +196,13 @@ def install_position_map(
         layout = KeyLayout.of(traits)
         rotations = {}
         for layer_type, each in frequencies.items():
-            inv_freq = each.inv_freq.double()
-            if not _rotates_in_float64(traits, layer_type):
+            inv_freq, chosen = each.inv_freq.double(), kernels
+            if _rotates_in_float64(traits, layer_type):
+                chosen = "hf"  # our kernels have frequencies in float32
+            else:
                 inv_freq = inv_freq.float().double()  # as the model has them
             inv_freq = -inv_freq if layout.is_backward else inv_freq
-            rotations[layer_type] = ShiftRotation(inv_freq, layout.interleaved)
+            rotations[layer_type] = ShiftRotation(inv_freq, layout.interleaved, chosen)
         for attention, layer_type in attentions:
             mapped = MappedAttention(by_decoder[id(decoder)], rotations[layer_type])
             intercept(attention, mapped, undo_log)

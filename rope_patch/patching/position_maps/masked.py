@@ -104,9 +104,8 @@ def _mapped_scores(
         if index and not bool(inside.any()):
             continue
         query = grouped[:, :, :, span]
-        if (tables := view.query_tables(index, rotation, query)) is not None:
-            cos, sin = (table[:, :, None, span] for table in tables)
-            query = rotation.turn(query, (cos, sin))
+        if (tables := view.query_tables(index, rotation, query, span)) is not None:
+            query = rotation.turn(query.flatten(1, 2), tables).unflatten(1, query.shape[1:3])
         if index not in turned_keys:
             tables = view.key_tables(index, rotation, key)
             turned_keys[index] = key if tables is None else rotation.turn(key, tables)

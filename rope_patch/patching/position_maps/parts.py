@@ -9,7 +9,7 @@ import torch
 from rope_patch.patching.position_maps.forward_view import ForwardView
 from rope_patch.patching.position_maps.fused_attention import MergedParts, attend_part
 from rope_patch.patching.position_maps.position_record import TurnedKeys
-from rope_patch.patching.position_maps.shift_tables import ShiftRotation
+from rope_patch.patching.position_maps.shift_tables import ShiftPositions, ShiftRotation
 
 _AHEAD = 64  # keys turned together before they are far, so that few steps turn any
 
@@ -90,6 +90,7 @@ def _attend_step(
     """Compute `attend_by_parts` for one query: its few logits are stored, for one softmax."""
     rows, heads, _, width = query.shape
     shape = (rows, key.shape[1], heads // key.shape[1], width)
+    turned = _turn_step_queries(view, rotation, query)
     parts: list[torch.Tensor] = []
     spans: list[slice] = []  # keys of adjacent pieces are one span, whose values take one product
     for piece in sorted(view.pieces(), key=lambda piece: piece.keys.start):
@@ -97,10 +98,9 @@ def _attend_step(
             spans[-1] = slice(spans[-1].start, piece.keys.stop)
         else:
             spans.append(piece.keys)
-        turned = _turn_queries(view, piece.region, rotation, query)
         keys = _turn_keys(view, piece.region, rotation, key, piece.keys.stop, layer)
         # Heads that share keys are rows of one product, which copies no keys.
-        parts.append(turned.view(shape) @ keys[:, :, piece.keys].transpose(-1, -2))
+        parts.append(turned[piece.region].view(shape) @ keys[:, :, piece.keys].transpose(-1, -2))
     scores = torch.cat(parts, dim=-1).to(torch.promote_types(query.dtype, torch.float32)) * scaling
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, *shape[1:3], 1).expand(rows, -1, -1, -1)
@@ -110,6 +110,21 @@ def _attend_step(
     shares = weights[..., : sum(lengths)].split(lengths, dim=-1)
     output = sum(share @ value[:, :, span] for share, span in zip(shares, spans, strict=True))
     return torch.as_tensor(output).view(rows, heads, 1, value.shape[-1]).to(query.dtype)
+
+
+def _turn_step_queries(
+    view: ForwardView, rotation: ShiftRotation, query: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """Return the only query as each region turns it; our kernels take one launch for all."""
+    regions = {piece.region for piece in view.pieces()}
+    shifts = {region: view.regions[region].query_shift for region in regions}
+    moving = tuple(sorted(region for region, shift in shifts.items() if shift is not None))
+    widths = {shift.shape for shift in shifts.values() if shift is not None}
+    if len(moving) < 2 or len(widths) > 1 or not rotation.uses_kernels(query):
+        return {region: _turn_queries(view, region, rotation, query) for region in regions}
+    tables = view.step_tables(moving, rotation, query)
+    turned = zip(moving, rotation.turn_alike(query, tables), strict=True)
+    return dict.fromkeys(regions, query) | dict(turned)
 
 
 def _turn_queries(
@@ -151,7 +166,12 @@ def _turn_keys(
     if kept.count < stop:
         new = slice(kept.count, min(stop + _AHEAD, key.shape[2]))
         tables = view.key_tables(region, rotation, key, new)
-        kept.extend(rotation.turn(key[:, :, new], tables))
+        if isinstance(tables, ShiftPositions):
+            start = kept.count
+            kept.extend(key[:, :, new])
+            rotation.turn_(kept.buffer[:, :, start : kept.count], tables)
+        else:
+            kept.extend(rotation.turn(key[:, :, new], tables))
     return kept.buffer
 
 
