@@ -17,6 +17,7 @@ from typing import Any
 import triton
 
 from rope_patch.benchmarks.kernels.cross_compilation import (
+    CACHE_KERNELS,
     NORM_KERNELS,
     TARGETS,
     Job,
@@ -56,6 +57,12 @@ VARIANT_JOBS = {
     "rope backwards": Job(kernel="rope backwards", head_dim=128),
     "re-rotation": Job(kernel="re-rotation", head_dim=128),
     "rope, a part": Job(kernel="rope", head_dim=128, rotary_dim=32),
+    **{
+        f"{kernel}, {tokens}": Job(kernel=kernel, head_dim=128, tokens=tokens)
+        for kernel in CACHE_KERNELS
+        for tokens in (1, 8192)
+    },
+    "norm of all heads into a cache": Job(kernel="norm into a cache", **_OLMO, tokens=1),
     "sum of weights": Job(kernel="sum of weights", head_dim=128),
     "sum of weights of all heads": Job(kernel="sum of weights", head_dim=128, norm_all_heads=True),
 }
@@ -89,7 +96,8 @@ class Code:
         constants: Constants that the kernel was compiled for.
         accesses: Number of accesses to global memory by kind and width in bits, such as "ld 128".
         names: How often each instruction is in the code; empty for AMD.
-        per_token: Warp instructions for a token; None for AMD and for sums of weights.
+        per_token: Warp instructions for a token; None for AMD, for writes into a cache, whose
+            programs have three paths, and for sums of weights.
         share: Share of an H200's issue slots, while it moves a token's bytes at full bandwidth.
         microseconds: Estimated time of the longest program in the kernel, for one token.
     """
@@ -124,7 +132,7 @@ def read_code(job: Job, target: str) -> Code:
         count_ptx_accesses(compiled.asm["ptx"]),
         sass.names(),
     )
-    if job.kernel != "sum of weights":
+    if job.kernel not in ("sum of weights", *CACHE_KERNELS):
         programs = list(_paths(job, spec, sass.instructions))
         code.per_token = spec.warps * sum(len(path) * count for path, count in programs)
         seconds = job.moved_bytes() / _BYTES_PER_SECOND

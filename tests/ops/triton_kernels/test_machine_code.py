@@ -48,6 +48,8 @@ VARIANT_REGISTERS = {
     "norm backwards": 136,
     "norm backwards by output": 184,
     "norm backwards, frozen": 120,
+    "rope into a cache": 72,
+    "norm into a cache": 96,
     "sum of weights": 64,
 }
 EXCEPTIONS = {
@@ -119,6 +121,8 @@ def whole_tiles(code, kernel, threads):
     """Return a thread's number of 16-byte accesses to a tile, and the tiles that have code."""
     c = code.constants
     accesses = c["HEADS"] * 2 * c["PAIRS"] * BFLOAT16 / (ACCESS * threads * code.warps)
+    if kernel.endswith("into a cache"):  # queries and keys
+        return accesses, 2 if c["ONE_TILE"] or c["NORM_ALL_HEADS"] else 4
     if kernel == "re-rotation" or (kernel.startswith("rope") and c["ONE_TILE"]):
         return accesses, 1
     return accesses, 2  # the first and the others, or queries and keys
@@ -140,6 +144,11 @@ def test_heads_are_read_and_written_16_bytes_at_a_time(target, name, code):
     assert accesses >= 1
     backwards = job.kernel.startswith("norm backwards")
     wide = {kind: code.accesses.get(f"{kind} 128", 0) for kind in ("ld", "st")}
+    if job.kernel.endswith("into a cache"):  # values, too
+        c = code.constants
+        values = c["VALUE_HEADS"] * c["VALUE_DIM"] * BFLOAT16 / (ACCESS * 32 * code.warps)
+        assert values >= 1
+        assert wide["st"] >= tiles * accesses + values
     assert wide["ld"] >= tiles * accesses * (2 if backwards else 1)
     assert wide["st"] >= tiles * accesses
     # The assembled code has the same number of instructions.
@@ -180,9 +189,9 @@ def test_amd_reads_and_writes_heads_16_bytes_at_a_time(target, name, code):
 def test_positions_and_frequencies_are_read_once(target, name, code):
     """One read serves all heads; programs of queries and of keys have code of their own."""
     frequencies = max(code.constants["PAIRS"] // 32, 1)
-    separate = JOBS[name].kernel.startswith("norm backwards") or (
-        JOBS[name].kernel == "norm" and code.constants["ONE_TILE"]
-    )
+    kernel = JOBS[name].kernel
+    separate = kernel.startswith("norm backwards") or kernel.endswith("into a cache")
+    separate = separate or (kernel == "norm" and code.constants["ONE_TILE"])
     limit = (2 if separate else 1) * (max(frequencies, 8) + 2)  # 8 if a thread's are neighbours
     assert code.accesses["ld 64"] <= limit
 
