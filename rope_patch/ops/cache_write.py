@@ -85,8 +85,10 @@ def rope_into_cache(
     arguments += (interleaved, heads_dim, out)
     is_triton = dispatch.use_triton(q, kernels) and not torch.compiler.is_compiling()
     dtype = q.dtype
-    if not (is_triton and all(x.dtype == dtype for x in inputs)):
-        return _write_in_plain_torch(*arguments, kernels=kernels)
+    if not (
+        is_triton and k.dtype == v.dtype == dtype and key_cache.dtype == value_cache.dtype == dtype
+    ):
+        return _write_in_plain_torch(kernels, *arguments)
     op = ROPE_INTO_CACHE if norms is None else QK_NORM_ROPE_INTO_CACHE
     shape = q.shape
     checked = (
@@ -102,14 +104,14 @@ def rope_into_cache(
         if norms is not None:
             fields |= norm_fields(norms[0], offset, False)
         if not self_check.passes(checked, kernels, KernelVariant(op=op, **fields)):
-            return _write_in_plain_torch(*arguments, kernels=kernels)
-    torch.autograd.graph.increment_version([key_cache, value_cache])
-    if out is not None:
-        torch.autograd.graph.increment_version(out)
+            return _write_in_plain_torch(kernels, *arguments)
+    changed = [key_cache, value_cache] if out is None else [key_cache, value_cache, out]
+    torch.autograd.graph.increment_version(changed)
     return dispatch.kernel_module("cache_write").launch(*arguments)
 
 
 def _write_in_plain_torch(
+    kernels: str,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -123,7 +125,6 @@ def _write_in_plain_torch(
     interleaved: bool,
     heads_dim: int,
     out: torch.Tensor | None,
-    kernels: str,
 ) -> torch.Tensor:
     """Rotate by another op, which may still choose Triton, and copy into the cache."""
     validate_shapes(q, k, positions, packed_freqs, sections, heads_dim)

@@ -67,6 +67,27 @@ def test_rotation_and_gradient_match_float64(geometry, dtype):
         assert_rounded(a, b, dtype)
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("length", [1, 37, 2100])
+def test_write_into_a_cache_matches_float64(length, geometry, dtype, norm):
+    q, k, positions, packed_freqs = inputs(geometry, dtype, length=length)
+    v = torch.randn_like(k)
+    caches = [torch.randn(2, k.shape[1], 2200, k.shape[3], device="cuda").to(dtype) for _ in "kv"]
+    expected_caches = [x.double() for x in caches]
+    settings = {"interleaved": geometry[-1], "heads_dim": 1}
+    if norm:
+        weights = [1 + 0.1 * torch.randn(k.shape[3], device="cuda") for _ in "qk"]
+        settings |= {"q_weight": weights[0], "k_weight": weights[1], "eps": 1e-6}
+    where = (torch.tensor(50, device="cuda"), positions, packed_freqs)
+    got = ops.rope_into_cache(q, k, v, *caches, *where, kernels="triton", **settings)
+    wide = [x.double() for x in (q, k, v)]
+    expected = ops.rope_into_cache(*wide, *expected_caches, *where, kernels="reference", **settings)
+    for a, b in zip((got, *caches), (expected, *expected_caches), strict=True):
+        assert_rounded(a, b, dtype)
+
+
 @pytest.mark.parametrize("across", [False, True], ids=["heads", "across"])
 @pytest.mark.parametrize("save", ["input", "output"])
 @pytest.mark.parametrize("dtype", ROUNDING)

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rope_patch.ops.kernels import qk_norm_rope, rerotate, rope, weight_gradient_sum
+from rope_patch.ops.kernels import cache_write, qk_norm_rope, rerotate, rope, weight_gradient_sum
 from rope_patch.ops.kernels.launcher import Launcher, LaunchSpec
 
 TARGETS = {
@@ -31,7 +31,10 @@ _TYPES = {
 }
 
 ROPE_KERNELS = ("rope", "rope backwards")
+CACHE_KERNELS = ("rope into a cache", "norm into a cache")
 NORM_KERNELS = ("norm", "norm backwards", "norm backwards by output", "norm backwards, frozen")
+
+_SLOTS = 8192  # of a cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,8 @@ class Job:
     """One launch in bfloat16, in the memory layout of projections.
 
     Attributes:
-        kernel: One of `ROPE_KERNELS`, `NORM_KERNELS`, "re-rotation" or "sum of weights".
+        kernel: One of `ROPE_KERNELS`, `NORM_KERNELS`, `CACHE_KERNELS`, "re-rotation" or "sum of
+            weights".
         head_dim: D.
         rotary_dim: R; None: all of D.
         heads: Numbers of query and of key heads.
@@ -119,6 +123,11 @@ def record_launch(job: Job) -> Launch:
         elif job.kernel in ROPE_KERNELS:
             settings = (job.interleaved, 1, job.kernel == "rope backwards")
             rope.launch(q, k, *where, *settings)
+        elif job.kernel in CACHE_KERNELS:
+            norms: Any = (*weights, 1e-6, 0.0) if job.kernel == "norm into a cache" else None
+            cache = _empty(1, job.heads[1], _SLOTS, job.head_dim)
+            start = _empty(dtype=torch.int64)
+            cache_write.launch(q, k, k, cache, cache, start, *where, norms, job.interleaved, 1)
         elif job.kernel == "norm":
             settings = (*weights, *where, 1e-6, job.offset, job.interleaved, 1, True)
             qk_norm_rope.launch_forward(q, k, *settings)
@@ -133,6 +142,8 @@ def record_launch(job: Job) -> Launch:
         return recorders[rope, "_launcher"].launch
     if job.kernel == "re-rotation":
         return recorders[rerotate, "_launcher"].launch
+    if job.kernel in CACHE_KERNELS:
+        return recorders[cache_write, "_launcher"].launch
     if job.kernel == "sum of weights":
         return recorders[weight_gradient_sum, "_launcher"].launch
     direction = "forward" if job.kernel == "norm" else "backward"
@@ -144,7 +155,7 @@ def _recorders() -> Iterator[dict[Any, LaunchRecorder]]:
     """Let all launchers record; yield the recorders by module and name."""
     launchers = {
         (module, name): value
-        for module in (rope, qk_norm_rope, rerotate, weight_gradient_sum)
+        for module in (rope, qk_norm_rope, rerotate, weight_gradient_sum, cache_write)
         for name, value in vars(module).items()
         if isinstance(value, Launcher)
     }

@@ -11,6 +11,7 @@ from typing import Any
 import triton
 
 from rope_patch.benchmarks.kernels.cross_compilation import (
+    CACHE_KERNELS,
     TARGETS,
     Job,
     Launch,
@@ -48,7 +49,8 @@ class Code:
         constants: Constants that the kernel was compiled for.
         accesses: Number of accesses to global memory by kind and width in bits, such as "ld 128".
         names: How often each instruction is in the code; empty for AMD.
-        per_token: Warp instructions for a token of a layer; None for AMD and for sums of weights.
+        per_token: Warp instructions for a token of a layer; None for AMD, for writes into a
+            cache, whose programs have three paths, and for sums of weights.
         share: Share of an H200's issue slots, while it moves a token's bytes at full bandwidth.
         microseconds: Estimated time of the longest program in the kernel, for one token.
     """
@@ -70,7 +72,7 @@ def read_code(job: Job, target: str) -> Code:
     """Compile a job's launch and read its code."""
     launch = record_launch(job)
     code, instructions = read_launch(launch, target)
-    if instructions and job.kernel != "sum of weights":
+    if instructions and job.kernel not in ("sum of weights", *CACHE_KERNELS):
         count_instructions(code, job, list(_paths(job, launch, instructions)))
     return code
 

@@ -14,7 +14,12 @@ from typing import Any
 
 import triton
 
-from rope_patch.benchmarks.kernels.cross_compilation import NORM_KERNELS, TARGETS, Job
+from rope_patch.benchmarks.kernels.cross_compilation import (
+    CACHE_KERNELS,
+    NORM_KERNELS,
+    TARGETS,
+    Job,
+)
 from rope_patch.benchmarks.kernels.launch_code import Code, read_code
 from rope_patch.benchmarks.kernels.rival_code import compare, format_comparison, missing
 
@@ -61,6 +66,12 @@ VARIANT_JOBS = {
     "re-rotation, 36 layers": Job(kernel="re-rotation", head_dim=128, layers=36),
     "re-rotation, 30 narrow layers": Job(kernel="re-rotation", **_SMOL, layers=30),
     "rope, a part": Job(kernel="rope", head_dim=128, rotary_dim=32),
+    **{
+        f"{kernel}, {tokens}": Job(kernel=kernel, head_dim=128, tokens=tokens)
+        for kernel in CACHE_KERNELS
+        for tokens in (1, 8192)
+    },
+    "norm of all heads into a cache": Job(kernel="norm into a cache", **_OLMO, tokens=1),
     "sum of weights": Job(kernel="sum of weights", head_dim=128),
     "sum of weights of all heads": Job(kernel="sum of weights", head_dim=128, norm_all_heads=True),
 }

@@ -45,6 +45,8 @@ VARIANT_REGISTERS = {
     "norm backwards": 136,
     "norm backwards by output": 184,
     "norm backwards, frozen": 120,
+    "rope into a cache": 72,
+    "norm into a cache": 96,
     "sum of weights": 64,
 }
 EXCEPTIONS = {
@@ -155,6 +157,8 @@ def whole_tiles(code, kernel, threads):
     """Return a thread's number of 16-byte accesses to a tile, and the tiles that have code."""
     c = code.constants
     accesses = c["HEADS"] * 2 * c["PAIRS"] * BFLOAT16 / (ACCESS * threads * code.warps)
+    if kernel.endswith("into a cache"):  # queries and keys
+        return accesses, 2 if c["ONE_TILE"] or c["NORM_ALL_HEADS"] else 4
     if kernel == "re-rotation":
         return accesses, min(c["TILES"], 2)
     if kernel.startswith("rope") and c["ONE_TILE"]:
@@ -178,6 +182,11 @@ def test_heads_are_read_and_written_16_bytes_at_a_time(target, name, code):
     assert accesses >= 1
     backwards = job.kernel.startswith("norm backwards")
     wide = {kind: code.accesses.get(f"{kind} 128", 0) for kind in ("ld", "st")}
+    if job.kernel.endswith("into a cache"):  # values, too
+        c = code.constants
+        values = c["VALUE_HEADS"] * c["VALUE_DIM"] * BFLOAT16 / (ACCESS * 32 * code.warps)
+        assert values >= 1
+        assert wide["st"] >= tiles * accesses + values
     assert wide["ld"] >= tiles * accesses * (2 if backwards else 1)
     assert wide["st"] >= tiles * accesses
     # The assembled code has the same number of instructions.
@@ -220,9 +229,9 @@ def test_positions_and_frequencies_are_read_once(target, name, code):
     if JOBS[name].layers > 1:
         pytest.skip("addresses of layers have as many bits")
     frequencies = max(code.constants["PAIRS"] // 32, 1)
-    separate = JOBS[name].kernel.startswith("norm backwards") or (
-        JOBS[name].kernel == "norm" and code.constants["ONE_TILE"]
-    )
+    kernel = JOBS[name].kernel
+    separate = kernel.startswith("norm backwards") or kernel.endswith("into a cache")
+    separate = separate or (kernel == "norm" and code.constants["ONE_TILE"])
     limit = (2 if separate else 1) * (max(frequencies, 8) + 2)  # 8 if a thread's are neighbours
     assert code.accesses["ld 64"] <= limit
 
