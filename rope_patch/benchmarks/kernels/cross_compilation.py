@@ -98,7 +98,8 @@ def record_launch(job: Job) -> LaunchRecorder:
             norms: Any = (*weights, 1e-6, 0.0) if job.kernel == "norm into a cache" else None
             cache = _empty(1, job.heads[1], _SLOTS, job.head_dim)
             start = _empty(dtype=torch.int64)
-            cache_write.launch(q, k, k, cache, cache, start, *where, norms, job.interleaved, 1)
+            settings = (cache, cache, start, *where, norms, job.interleaved, 1)
+            cache_write.launch(q, k, k, *settings)
         elif job.kernel == "norm":
             settings = (*weights, *where, 1e-6, 0.0, job.interleaved, 1, True)
             qk_norm_rope.launch_forward(q, k, *settings)
