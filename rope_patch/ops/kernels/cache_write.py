@@ -73,7 +73,6 @@ def _rotate_heads(
         rotate_tile(
             raw1, raw2, x, x, out, out, x_h, x_h, x_d, x_d, out_h, out_h, out_d, out_d, written,
             0, first_row, cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, False, False, False,
-            False,
         )  # fmt: skip
         if not ONE_TILE:
             for row in range(first_row + HEADS, heads, HEADS):
@@ -81,7 +80,7 @@ def _rotate_heads(
                 rotate_tile(
                     raw1, raw2, x, x, out, out, x_h, x_h, x_d, x_d, out_h, out_h, out_d, out_d,
                     written, 0, row, cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, False,
-                    False, False, False,
+                    False, False,
                 )  # fmt: skip
 
 

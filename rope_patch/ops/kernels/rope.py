@@ -27,7 +27,6 @@ from rope_patch.ops.kernels.tile import (
     attention_factor,
     read_rows,
     rotate,
-    stochastic_round,
     store_rows,
     widen_pairs,
 )
@@ -63,7 +62,7 @@ def _token_rows(
 def rotate_tile(
     raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K, row, cos, sin,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
-    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, STOCHASTIC: tl.constexpr, KEYS: tl.constexpr,
+    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, KEYS: tl.constexpr,
     DENSE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Rotate and store a tile of which `read_rows` read the pairs."""
@@ -72,9 +71,6 @@ def rotate_tile(
     target, valid, target_d = _token_rows(
         q_out, k_out, qo_h, ko_h, qo_d, ko_d, H, K, row, KEYS, DENSE, ALIGNED, HEADS
     )
-    if STOCHASTIC:
-        first = stochastic_round(first, q_out.dtype.element_ty)
-        second = stochastic_round(second, q_out.dtype.element_ty)
     store_rows(target, valid, first, second, target_d, R, PAIRS, HEADS, INTERLEAVED)
     if UNROTATED > 0:
         source, _, d = _token_rows(q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS, DENSE, ALIGNED, HEADS)
@@ -95,15 +91,14 @@ def rope_kernel(
     positions_a, positions_b, positions_s, freqs_b,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, CONJUGATE: tl.constexpr,
-    SECTIONS: tl.constexpr, KEYS: tl.constexpr, STOCHASTIC: tl.constexpr, DENSE: tl.constexpr,
+    SECTIONS: tl.constexpr, KEYS: tl.constexpr, DENSE: tl.constexpr,
     ALIGNED: tl.constexpr, ONE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Rotate one token, or one tile of its heads if ONE_TILE (grid: tokens, tiles).
 
     Queries and keys are one list of heads, which a tile may hold both of, and the angles are
     computed once for them. The backward pass negates the angle, because the rotation is orthogonal
-    up to the attention factor. STOCHASTIC is for keys that are re-rotated many times: see
-    `rope_patch.ops.reference.rerotate_`.
+    up to the attention factor.
     """
     b = (tl.program_id(0) // S).to(tl.int64)
     s = (tl.program_id(0) % S).to(tl.int64)
@@ -125,7 +120,7 @@ def rope_kernel(
         sin = -sin
     rotate_tile(
         raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K, row,
-        cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, STOCHASTIC, KEYS, DENSE, ALIGNED,
+        cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, KEYS, DENSE, ALIGNED,
     )  # fmt: skip
     if not ONE_TILE:
         for row in range(HEADS, H + (K if KEYS else 0), HEADS):
@@ -135,7 +130,7 @@ def rope_kernel(
             raw1, raw2 = read_rows(start, valid, d, R, PAIRS, INTERLEAVED)
             rotate_tile(
                 raw1, raw2, q, k, q_out, k_out, q_h, k_h, q_d, k_d, qo_h, ko_h, qo_d, ko_d, H, K,
-                row, cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, STOCHASTIC, KEYS, DENSE,
+                row, cos, sin, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, KEYS, DENSE,
                 ALIGNED,
             )  # fmt: skip
 
@@ -158,18 +153,16 @@ def launch(
     heads_dim: int,
     conjugate: bool,
     inplace: bool = False,
-    stochastic: bool = False,
     layouts: Layouts = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch the kernel; its results equal `rope_patch.ops.reference.rope`.
 
     Args:
         inplace: Overwrite q and k.
-        stochastic: Round as `rope_patch.ops.reference.rerotate_` does.
         layouts: Strides of the results; None: like q or k.
     """
     if k is not None and k.dtype != q.dtype:  # a tile has one dtype
-        settings = (interleaved, heads_dim, conjugate, inplace, stochastic)
+        settings = (interleaved, heads_dim, conjugate, inplace)
         alone = (positions, packed_freqs, sections, *settings)
         return (
             launch(q, None, *alone, (layouts[0], None))[0],
@@ -187,13 +180,13 @@ def launch(
         packed_freqs.shape, packed_freqs.stride(), packed_freqs.dtype,
         None if sections is None else (sections.shape, sections.stride(), sections.dtype),
         q.device, keys.device, positions.device, packed_freqs.device, interleaved, heads_dim,
-        conjugate, inplace, stochastic, layouts,
+        conjugate, inplace, layouts,
     )  # fmt: skip
 
     if q.numel() or (k is not None and k.numel()):
         address_bits = q.data_ptr() | keys.data_ptr()
         tensors = (q, keys, q_out, keys_out, positions, packed_freqs, axes)
-        settings = (interleaved, heads_dim, conjugate, inplace, stochastic)
+        settings = (interleaved, heads_dim, conjugate, inplace)
         _launcher(
             key, tensors, address_bits, _make_spec, q, k, q_out, keys_out, positions, packed_freqs,
             sections, settings,
@@ -215,9 +208,9 @@ def _make_spec(
     positions: torch.Tensor,
     packed_freqs: torch.Tensor,
     sections: torch.Tensor | None,
-    settings: tuple[bool, int, bool, bool, bool],
+    settings: tuple[bool, int, bool, bool],
 ) -> LaunchSpec:
-    interleaved, heads_dim, conjugate, inplace, stochastic = settings
+    interleaved, heads_dim, conjugate, inplace = settings
     validate_shapes(q, k, positions, packed_freqs, sections, heads_dim)
     keys = q if k is None else k
     tokens, heads, key_heads = q.shape[3 - heads_dim], q.shape[heads_dim], keys.shape[heads_dim]
@@ -238,7 +231,6 @@ def _make_spec(
             "CONJUGATE": conjugate,
             "SECTIONS": sections is not None,
             "KEYS": k is not None,
-            "STOCHASTIC": stochastic,
             "DENSE": all(x.stride(-1) == 1 for x in (q, keys, q_out, keys_out)),
             "ALIGNED": all(map(_is_aligned, (q, keys, q_out, keys_out))),
             "ONE_TILE": tiles * sizes["HEADS"] >= all_heads,

@@ -87,11 +87,11 @@ def test_exit_codes_of_the_command(monkeypatch):
     command = ["bench", "--self-test", "--shapes", "rotates"]
     right = CliRunner().invoke(app, command)
     assert right.exit_code == 0
-    assert "15 of 15 are right" in right.output
+    assert "18 of 18 are right" in right.output
     break_launch(monkeypatch, lambda outputs: tuple(torch.full_like(x, torch.nan) for x in outputs))
     wrong = CliRunner().invoke(app, command)
     assert wrong.exit_code == 1
-    assert "14 of 15 are right" in wrong.output
+    assert "17 of 18 are right" in wrong.output
     report = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
     assert report["ok"] is False
     assert sum(row["verdict"] == "wrong" for row in report["rows"]) == 1

@@ -170,7 +170,6 @@ CHANGES = {
 ROPE_CHANGES = {
     "backwards": lambda x: {"conjugate": True},
     "in place": lambda x: {"inplace": True},
-    "stochastic": lambda x: {"stochastic": True},
     "queries alone": lambda x: {"k": None},
     "results of other strides": lambda x: {
         "layouts": (empty(2, 4, 4, 128)[..., :64].stride(), None)

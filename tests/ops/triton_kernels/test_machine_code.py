@@ -218,6 +218,10 @@ def test_amd_reads_and_writes_heads_16_bytes_at_a_time(target, name, code):
         assert code.accesses["ld 64"] >= tiles
         assert code.accesses["st 64"] >= tiles
         return
+    if job.kernel.endswith("into a cache"):  # queries and keys share the code of some stores
+        assert code.accesses["st 128"] >= accesses
+        assert {access for access in code.accesses if access.startswith("st")} == {"st 128"}
+        return
     assert code.accesses["ld 128"] >= tiles * accesses
     assert code.accesses["st 128"] >= tiles * accesses
     assert code.accesses.get("st 16", 0) == 0
