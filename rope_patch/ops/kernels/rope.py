@@ -275,7 +275,7 @@ class RopeFunction(torch.autograd.Function):
             ctx.mark_dirty(*(x for x in (q, k) if x is not None))
         rotated = launch(
             q, k, positions, packed_freqs, sections, interleaved, heads_dim, conjugate, inplace,
-            False, layouts,
+            layouts,
         )  # fmt: skip
         # In place, q and k are no views, and second derivatives can have any layout.
         keeps = not inplace and layouts == (None, None)
