@@ -17,10 +17,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rope_patch.training import chunked_loss
 from rope_patch.training.memory.model import MemoryNeed, memory_need
 from rope_patch.training.memory.setup import TrainingSetup
 from rope_patch.training.model_setup import add_lora
+from rope_patch.training.objective import chunked_loss
 from rope_patch.training.settings import ExtensionArguments
 
 MIB = 2**20

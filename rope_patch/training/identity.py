@@ -16,7 +16,8 @@ from rope_patch.patching.method_wrappers import method_origin
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config
 from rope_patch.pretrained.sidecar import read_sidecar
-from rope_patch.training import checkpoints, documents, schedule
+from rope_patch.training import checkpoints, schedule
+from rope_patch.training.data import documents
 from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.settings import Settings
 from rope_patch.utils import atomic_files, checksums

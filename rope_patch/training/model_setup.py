@@ -17,8 +17,8 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import load, read_model, read_tokenizer
 from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
-from rope_patch.training import chunked_loss
-from rope_patch.training.row_positions import patch_leaky, require_short_rows
+from rope_patch.training.data.row_positions import patch_leaky, require_short_rows
+from rope_patch.training.objective import chunked_loss
 from rope_patch.training.settings import Settings
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.provenance import fingerprint

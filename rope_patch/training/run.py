@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.pretrained.saving import save
 from rope_patch.training import checkpoints, identity
-from rope_patch.training.data_arguments import require_no_document_masks
+from rope_patch.training.data.arguments import require_no_document_masks
+from rope_patch.training.data.packing import PackedRows, collate
 from rope_patch.training.model_card import write_card
 from rope_patch.training.model_setup import PreparedModel, prepare
 from rope_patch.training.monitor import DivergenceGuard, TrainingProgress
 from rope_patch.training.needle_callback import drop_scores
-from rope_patch.training.packing import PackedRows, collate
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.utils import atomic_files
 from rope_patch.utils.folder_lock import lock_folder

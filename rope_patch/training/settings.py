@@ -18,8 +18,8 @@ from transformers import HfArgumentParser, TrainingArguments, integrations
 from rope_patch.extension import Extension
 from rope_patch.methods.plugins import load_plugin
 from rope_patch.training import recipe_files
-from rope_patch.training.data_arguments import DataArguments
-from rope_patch.training.row_positions import check_leaky
+from rope_patch.training.data.arguments import DataArguments
+from rope_patch.training.data.row_positions import check_leaky
 from rope_patch.utils.errors import did_you_mean, one_line
 
 LOSSES = ("auto", "full", "torch", "liger")

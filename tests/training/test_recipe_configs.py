@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 import rope_patch
 from rope_patch.geometry import Geometry
-from rope_patch.training import data_arguments
+from rope_patch.training.data import arguments as data_arguments
 from rope_patch.training.settings import parse
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from helpers.encoding_models import encoding_model
 from transformers import Gemma3TextConfig, Qwen3Config
 
 from rope_patch.pretrained.loading import empty_model, read_config
-from rope_patch.training.data_arguments import DataArguments
+from rope_patch.training.data.arguments import DataArguments
 from rope_patch.training.memory import plan as planning
 from rope_patch.training.memory.plan import (
     GIB,

@@ -13,14 +13,14 @@ from training.training_runs import arguments
 from transformers import AutoModelForCausalLM
 
 from rope_patch.training import settings
-from rope_patch.training.data_arguments import DataArguments
+from rope_patch.training.data.arguments import DataArguments
+from rope_patch.training.data.packing import PackedRows, collate
+from rope_patch.training.data.row_positions import skipped_positions
 from rope_patch.training.loop import loop
 from rope_patch.training.model_setup import prepare
 from rope_patch.training.monitor import read_log
-from rope_patch.training.packing import PackedRows, collate
-from rope_patch.training.row_positions import skipped_positions
 
-ASSETS = Path(__file__).parents[1] / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 TARGET = 200
 SKIPPING = {"row_length": LENGTH, "trained_length": LENGTH, "target_length": TARGET, "seed": 0}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rope_patch.tasks import texts
-from rope_patch.training.documents import find_source, tokenize
+from rope_patch.training.data.documents import find_source, tokenize
 
 END = 1
 TORN = gzip.compress(b"split_words" * 99, mtime=0)[:-9]

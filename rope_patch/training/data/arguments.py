@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rope_patch.training.row_positions import check_positions
+from rope_patch.training.data.row_positions import check_positions
 from rope_patch.utils.errors import did_you_mean
 
 PACKINGS = ("single", "concatenate", "masked")

@@ -19,8 +19,8 @@ from packed_rows import (
 )
 from torch.utils.data import DataLoader
 
-from rope_patch.training.data_arguments import DataArguments
-from rope_patch.training.packing import PackedRows, collate
+from rope_patch.training.data.arguments import DataArguments
+from rope_patch.training.data.packing import PackedRows, collate
 
 
 @pytest.mark.parametrize("window", [0, 3, 100])
@@ -135,6 +135,6 @@ def test_one_worker_gives_the_same_batches_as_none(tokenizer, source):
 def test_several_workers_are_refused(tokenizer, monkeypatch):
     rows = PackedRows(DataArguments(data=["novels:emma"]), tokenizer, **SETTINGS)
     worker = SimpleNamespace(num_workers=2)  # real ones that fail take torch 10 s to shut down
-    monkeypatch.setattr("rope_patch.training.packing.get_worker_info", lambda: worker)
+    monkeypatch.setattr("rope_patch.training.data.packing.get_worker_info", lambda: worker)
     with pytest.raises(ValueError, match=r"dataloader_num_workers of 0 or 1, got 2"):
         next(iter(rows))

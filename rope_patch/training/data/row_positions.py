@@ -17,7 +17,7 @@ from rope_patch.utils.errors import Refused, did_you_mean
 if TYPE_CHECKING:
     from rope_patch.extension import Extension
     from rope_patch.patching import Patch
-    from rope_patch.training.data_arguments import DataArguments
+    from rope_patch.training.data.arguments import DataArguments
     from rope_patch.training.settings import ExtensionArguments
 
 POSITIONS = ("consecutive", "skip", "leaky")

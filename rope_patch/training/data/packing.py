@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rope_patch.training.data_arguments import DataArguments, check_data_arguments
-from rope_patch.training.documents import (
+from rope_patch.training.data.arguments import DataArguments, check_data_arguments
+from rope_patch.training.data.documents import (
     IGNORED,
     DocumentRef,
     SourcePart,
@@ -27,7 +27,7 @@ from rope_patch.training.documents import (
     find_source,
     tokenize,
 )
-from rope_patch.training.row_positions import skipped_positions
+from rope_patch.training.data.row_positions import skipped_positions
 
 _POSITION_KEYS = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")
 _COUNT_KEYS = ("documents", "tokens", "left_out", "left_out_tokens")

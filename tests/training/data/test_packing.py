@@ -21,8 +21,8 @@ from packed_rows import (
 )
 from transformers import HfArgumentParser, LlamaForCausalLM
 
-from rope_patch.training.data_arguments import DataArguments, require_no_document_masks
-from rope_patch.training.packing import PackedRows, collate
+from rope_patch.training.data.arguments import DataArguments, require_no_document_masks
+from rope_patch.training.data.packing import PackedRows, collate
 
 
 def test_single_rows_are_slices_of_one_document(tokenizer, tmp_path):

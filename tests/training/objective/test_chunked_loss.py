@@ -7,7 +7,7 @@ import torch
 from helpers.tiny_models import make_model
 from torch.nn import functional
 
-from rope_patch.training import chunked_loss
+from rope_patch.training.objective import chunked_loss
 
 pytestmark = pytest.mark.skipif(
     not hasattr(functional, "linear_cross_entropy"), reason="this torch has none"

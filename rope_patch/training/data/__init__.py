@@ -1,0 +1,1 @@
+"""Documents, and the rows of tokens that they are packed into."""
