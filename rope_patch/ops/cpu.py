@@ -11,7 +11,7 @@ from rope_patch.ops.reference import rotate
 
 # Elements rotated at once. Temporaries of this size stay in the cache, where those of a whole
 # tensor would pass through memory several times.
-_BLOCK_NUMEL = 2**19
+_BLOCK_NUMEL = 2**18
 
 # Up to this many elements, which torch leaves to one thread, calls dominate the cost: queries and
 # keys are joined and rotated at once.
