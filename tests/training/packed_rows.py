@@ -9,7 +9,7 @@ import torch
 from rope_patch.training.data.arguments import DataArguments
 from rope_patch.training.data.packing import PackedRows
 
-TINY = Path(__file__).parents[2] / "assets" / "tiny-llama"
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 END = 1
 LENGTH = 48
 SETTINGS = {"row_length": LENGTH, "trained_length": 16, "seed": 0}
