@@ -18,6 +18,7 @@ from rope_patch.pretrained.loading import read_config
 from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.training import checkpoints, schedule
 from rope_patch.training.data import documents
+from rope_patch.training.data.arguments import ineffective_keys
 from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.settings import Settings
 from rope_patch.utils import atomic_files, checksums
@@ -103,8 +104,8 @@ def identity_of(
         "config.rope_patch": read_sidecar(path),
         **dict(_flatten(config, "config")),
     }
-    if settings.data.positions == "consecutive":
-        del identity["positions"]  # runs of version 0.1 resume, which had nothing else
+    for key in ineffective_keys(settings.data):
+        del identity[key]
     return json.loads(json.dumps(identity, default=str))
 
 

@@ -138,6 +138,7 @@ def to_dict(settings: Any) -> dict[str, Any]:
         "tokens_per_step": rows * length,
         "tokens": steps * rows * length,
         "reserve": RESERVE,
+        "packing_window": settings.data.window_bytes(length),
         "longest": {
             spread: {
                 name: longest_row(config, size, **vars(replace(setup, **split)))
@@ -166,6 +167,8 @@ def format_plan(settings: Any, as_json: bool = False) -> str:
         f"memory on each device, in the moment that needs most ({numbers['moment']}):",
     ]
     lines += [f"  {name:<12}{_format_gib(size):>14}" for name, size in numbers["need"].items()]
+    if window := numbers["packing_window"]:
+        lines += ["", f"documents of a packing window, in each process: {_format_gib(window)}"]
     lines += ["", f"longest rows that fit, {RESERVE:.0%} of a device left free:"]
     for spread, longest in numbers["longest"].items():
         fitting = "".join(
@@ -254,7 +257,7 @@ def _training_setup(
         checkpointing=bool(training.gradient_checkpointing),
         offload_activations=extension.offload_activations,
         attention=extension.attention,
-        packed_masks=data.packing == "masked" or data.short_share > 0,
+        packed_masks=data.needs_masks,
         shards=max(1, world // sizes["DP_REPLICATE"]) if is_sharded else 1,
         context_parallel=sizes["CP"] * sizes["SP"],
         replicated=world > 1 and not is_sharded,
