@@ -217,7 +217,9 @@ def test_the_environment_of_accelerate_decides_the_sharding(settings):
 
 
 def test_a_plan_follows_the_recipe(settings):
-    recipe = settings(data={"packing": "masked"}, accumulation=2, lora_rank=4, loss="full", z_loss=1e-5)
+    recipe = settings(
+        data={"packing": "masked"}, accumulation=2, lora_rank=4, loss="full", z_loss=1e-5
+    )
     setup = asdict(planning._training_setup(recipe, planning._read_config(recipe), environment={}))
     expected = {
         "dtype": torch.float32,
