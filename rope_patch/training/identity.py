@@ -54,6 +54,8 @@ _COMPARED_BY_CONTENTS = {
     "data",
     "short_data",
 }  # compared by contents, not by name
+# Keys that earlier releases lacked, with the value that does as those did: their runs resume.
+_DEFAULTS_OF_NEW_KEYS = {"positions": "consecutive", "z_loss": 0.0}
 _NAME_KEY = "name"  # name of a model or source: shown in messages, not compared
 
 
@@ -104,7 +106,8 @@ def identity_of(
         "config.rope_patch": read_sidecar(path),
         **dict(_flatten(config, "config")),
     }
-    for key in ineffective_keys(settings.data):
+    unused = {key for key, value in _DEFAULTS_OF_NEW_KEYS.items() if identity[key] == value}
+    for key in unused | ineffective_keys(settings.data):
         del identity[key]
     return json.loads(json.dumps(identity, default=str))
 
