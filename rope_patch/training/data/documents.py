@@ -12,7 +12,7 @@ IGNORED = -100  # a label that transformers' losses leave out
 
 
 class TokenizedDocument(NamedTuple):
-    """A document's location, its tokens and labels, `[S]` int64 each, and its text, if it has any."""
+    """A document's location, tokens and labels, `[S]` int64 each, and its text, if read."""
 
     location: str
     ids: torch.Tensor
