@@ -35,7 +35,7 @@ REGISTERS = {
     "norm": 96,
     "norm backwards": 128,
     "norm backwards by output": 168,
-    "norm backwards, frozen": 104,
+    "norm backwards, frozen": 128,
 }
 VARIANT_REGISTERS = {
     "rope": 96,
@@ -44,7 +44,7 @@ VARIANT_REGISTERS = {
     "norm": 104,
     "norm backwards": 136,
     "norm backwards by output": 184,
-    "norm backwards, frozen": 120,
+    "norm backwards, frozen": 136,
     "rope into a cache": 72,
     "norm into a cache": 96,
     "sum of weights": 64,
@@ -58,11 +58,11 @@ EXCEPTIONS = {
 # Above 70%, a kernel cannot reach the memory's bandwidth.
 SHARES = {"Llama": 0.5, "Qwen3": 0.5, "Gemma": 0.5, "SmolLM2": 0.7, "OLMo": 0.7}
 
-# In microseconds: a read more in a row takes 0.16.
+# In microseconds: a read more in a row takes 0.16, a division of integers 0.07.
 ONE_TOKEN = {
-    "Llama 3 8B, rope, one token": 0.45,
-    "SmolLM2 135M, rope, one token": 0.45,
-    "Qwen3 8B, norm, one token": 0.6,
+    "Llama 3 8B, rope, one token": 0.34,
+    "SmolLM2 135M, rope, one token": 0.34,
+    "Qwen3 8B, norm, one token": 0.5,
     "Gemma 3 12B, norm, one token": 0.6,
 }
 
@@ -273,12 +273,14 @@ def test_one_token_waits_for_memory_once(target, name, code, record_property):
 
 @pytest.mark.parametrize("target", NVIDIA)
 @pytest.mark.parametrize("name", ONE_TOKEN)
-def test_a_thread_has_one_pair_of_one_token(target, name, code):
-    """It computes one angle, and reads and writes two numbers besides the reciprocal norm."""
-    assert code.constants["HEADS"] == 1
-    assert code.constants["PAIRS"] == 32 * code.warps
-    programs = 2 if JOBS[name].kernel == "norm" else 1  # with code of their own
-    assert code.names["STG.E.U16"] == 2 * programs
+def test_a_thread_has_few_pairs_of_one_token(target, name, code):
+    """One pair; with norms a warp has one head, so that no warp waits for another one's sum."""
+    if JOBS[name].kernel == "norm":
+        assert code.constants["HEADS"] == code.warps == 4
+    else:
+        assert code.constants["HEADS"] == 1
+        assert code.constants["PAIRS"] == 32 * code.warps
+        assert code.names["STG.E.U16"] == 2
 
 
 @pytest.mark.slow
