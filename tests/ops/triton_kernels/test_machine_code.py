@@ -51,8 +51,10 @@ VARIANT_REGISTERS = {
 }
 EXCEPTIONS = {
     # All heads of a token, with as many sums: two programs of 4 warps.
-    (target, "OLMo 2 7B, norm backwards"): 248
-    for target in (*NVIDIA, AMD)
+    **{(target, "OLMo 2 7B, norm backwards"): 248 for target in (*NVIDIA, AMD)},
+    # 12 programs at once. Tuned by times on sm_90.
+    ("sm_80", "Gemma 3 12B, norm backwards"): 168,
+    ("sm_100", "Qwen3 8B, norm backwards, frozen"): 144,
 }
 
 # Above 70%, a kernel cannot reach the memory's bandwidth.
@@ -205,16 +207,17 @@ def test_heads_are_read_and_written_16_bytes_at_a_time(target, name, code):
         # A thread reads its part of both weight vectors, writes their gradients in float32, and
         # reads and writes reciprocal norms one at a time.
         weights = 2 * code.constants["D"] // 32
-        assert narrow["ld"] <= weights * BFLOAT16 + 4 * 4
+        heads = 8 if job.kernel == "norm backwards, frozen" else 4
+        assert narrow["ld"] <= weights * BFLOAT16 + heads * 4
         assert narrow["st"] <= weights * 4 + 2 * 4
 
 
 @cases([AMD], lambda job: job.kernel != "sum of weights" and job.tokens > 1 and not job.interleaved)
 def test_amd_reads_and_writes_heads_16_bytes_at_a_time(target, name, code):
-    """Except where tiles are halved for registers' sake: 64 threads get 8 bytes each."""
+    """Except where 64 threads get 8 bytes each of either half of the pairs."""
     job = JOBS[name]
     accesses, tiles = whole_tiles(code, job.kernel, threads=64)
-    if accesses < 1 or (job.kernel.startswith("norm backwards") and not job.norm_all_heads):
+    if accesses / 2 < 1:
         assert code.accesses["ld 64"] >= tiles
         assert code.accesses["st 64"] >= tiles
         return
