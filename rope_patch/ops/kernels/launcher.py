@@ -17,7 +17,7 @@ import triton
 INTERPRETED = triton.knobs.runtime.interpret
 
 # From this many tokens on, one program a token fills the GPU.
-ONE_PROGRAM_TOKENS = 4096
+_ONE_PROGRAM_TOKENS = 4096
 
 # Below this many tokens, a program takes half a tile, because one with a whole one runs for longer.
 _HALF_TILE_TOKENS = 1024
@@ -154,7 +154,12 @@ def tile_sizes(head_dim: int, rotary_dim: int, heads: int) -> dict[str, int]:
 
 
 def head_splits(
-    tokens: int, heads: tuple[int, ...], sizes: dict[str, Any], *, has_norms: bool = False
+    tokens: int,
+    heads: tuple[int, ...],
+    sizes: dict[str, Any],
+    *,
+    has_norms: bool = False,
+    may_widen: bool = False,
 ) -> tuple[int, int]:
     """Return how many programs share a token, and the warps of each.
 
@@ -163,9 +168,10 @@ def head_splits(
         heads: Numbers of heads, where no tile holds heads of two of them.
         sizes: The constants of a tile, which becomes smaller if tokens are few.
         has_norms: Whether heads are normed.
+        may_widen: Whether the tile may become larger if tokens are many.
     """
-    if tokens >= ONE_PROGRAM_TOKENS:
-        return 1, 1
+    if tokens >= _ONE_PROGRAM_TOKENS:
+        return 1, _widen_tile(sum(heads), sizes) if may_widen else 1
     warps = 1
     if not sizes.get("NORM_ALL_HEADS"):
         # A smaller tile would be narrower than 16 bytes a thread.
@@ -184,7 +190,7 @@ def rows_kind(batch: int, tokens: int) -> str:
     return "one" if batch == 1 else "of one token" if tokens == 1 else "any"
 
 
-def widen_tile(heads: int, sizes: dict[str, Any]) -> int:
+def _widen_tile(heads: int, sizes: dict[str, Any]) -> int:
     """Double a tile of a program that takes all heads of a token; return the program's warps.
 
     Each thread then reads 16 bytes of either half of the pairs. Without norms, which sum over a

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from rope_patch.ops.kernels.launcher import (
-    ONE_PROGRAM_TOKENS,
     Launcher,
     LaunchSpec,
     head_splits,
@@ -23,7 +22,6 @@ from rope_patch.ops.kernels.launcher import (
     rows_kind,
     strides,
     tile_sizes,
-    widen_tile,
 )
 from rope_patch.ops.kernels.tile import (
     angles,
@@ -219,9 +217,7 @@ def _make_spec(
     tokens, heads, key_heads = q.shape[3 - heads_dim], q.shape[heads_dim], keys.shape[heads_dim]
     all_heads = heads if k is None else heads + key_heads
     sizes = tile_sizes(q.shape[-1], 2 * (packed_freqs.shape[-1] - 1), all_heads)
-    tiles, warps = head_splits(q.shape[0] * tokens, (all_heads,), sizes)
-    if tiles == 1 and q.shape[0] * tokens >= ONE_PROGRAM_TOKENS:
-        warps = widen_tile(all_heads, sizes)
+    tiles, warps = head_splits(q.shape[0] * tokens, (all_heads,), sizes, may_widen=True)
     if inplace:
         sizes["UNROTATED"] = 0  # in place, these dimensions need no copy
     scalars = [tokens, heads, key_heads]
