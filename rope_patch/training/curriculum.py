@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from rope_patch.training import checkpoints, identity
 from rope_patch.training.data.arguments import check_data_arguments
-from rope_patch.training.data.documents import find_source
+from rope_patch.training.data.sources import find_source
 from rope_patch.training.memory import plan
 from rope_patch.training.run import mixed_precision, total_steps
 from rope_patch.training.settings import RESOLVED, Settings
