@@ -103,10 +103,10 @@ class LongContextTrainer(Trainer):
         self.run.guard.check(self.state.global_step + 1, loss, norm, self.step_rows)
         self.run.mark_consumed(self.step_rows)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+    def carry_optimizer(self) -> None:
+        """Load the optimizer's state of the stage before, if the recipe says so."""
         carried = self.run.carried_checkpoint
-        if checkpoint is not None or carried is None:
+        if carried is None:
             return
         if self.is_deepspeed_enabled:
             raise ValueError(
@@ -115,8 +115,7 @@ class LongContextTrainer(Trainer):
             )
         assert self.lr_scheduler is not None
         schedule = self.lr_scheduler.state_dict()
-        load = super()._load_optimizer_and_scheduler
-        keep_settings(self.optimizer, lambda: load(str(carried)))
+        keep_settings(self.optimizer, lambda: self._load_optimizer_and_scheduler(str(carried)))
         self.lr_scheduler.load_state_dict(schedule)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -150,7 +149,9 @@ class _TrainerHooks(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.trainer.resume is not None:  # the Trainer does this only if it skips data itself
             self.trainer._load_rng_state(str(self.trainer.resume))
-        elif self.needles:
+            return
+        self.trainer.carry_optimizer()
+        if self.needles:
             self._measure_needles(0)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
