@@ -8,12 +8,13 @@ tensors; its attention and its loss in 16 bits have other temporaries than a CPU
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -21,6 +22,8 @@ from rope_patch.training.memory.model import MemoryNeed, memory_need
 from rope_patch.training.memory.setup import TrainingSetup
 from rope_patch.training.model_setup import add_lora
 from rope_patch.training.objective import chunked_loss
+from rope_patch.training.objective.terms import Objective
+from rope_patch.training.objective.z_loss import ZLoss
 from rope_patch.training.settings import ExtensionArguments
 
 MIB = 2**20
@@ -88,8 +91,18 @@ def measured_peak(config: Any, *, length: int, **setup_fields: Any) -> int:
 
     step()  # the first step creates the optimizer's states
     states = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-    tensors = [*model.parameters(), *model.buffers(), *states, *batch.values()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return peak_of(step, [*model.parameters(), *model.buffers(), *states, *batch.values()])
+
+
+def peak_of(step: Callable[[], object], tensors: Iterable[Any]) -> int:
+    """Return the peak bytes of this process while it runs a step.
+
+    Args:
+        step: Frees everything that it allocates.
+        tensors: What exists before the step; of sharded tensors, this process's part counts.
+    """
+    parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else some builds of torch log to stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
@@ -110,7 +123,8 @@ def _model(config: Any, setup: TrainingSetup) -> Any:
         )
         settings: Any = SimpleNamespace(extension=extension)
         model = add_lora(model, settings)
-    chunked_loss.install_loss(model, setup.loss)
+    objective = Objective([ZLoss(1e-5)] if setup.loss_terms else [])
+    chunked_loss.install_loss(model, setup.loss, objective)
     if setup.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if setup.lora_rank and "embeddings" not in setup.lora_trains:
@@ -128,6 +142,16 @@ def small_cases() -> dict[str, tuple[Any, dict[str, Any]]]:
         "all kept": (few, {"length": 512, **every}),
         "two rows, tied": (llama(layers=4, vocab=8000, tied=True), {"length": 256, "rows": 2}),
         "all logits": (few, {"length": 512, "loss": "full"}),
+        "z-loss": (few, {"length": 1024, "loss_terms": True}),
+        "z-loss, all logits": (
+            llama(layers=1, vocab=4000),
+            {"length": 2048, "loss": "full", "loss_terms": True},
+        ),
+        "z-loss, autocast": (
+            few,
+            {"length": 1024, "loss_terms": True, "compute_dtype": torch.bfloat16},
+        ),
+        "z-loss, LoRA": (few, {"length": 1024, "loss_terms": True, "lora_rank": 8}),
         "LoRA": (few, {"length": 512, "lora_rank": 8}),
         "LoRA, tied": (llama(layers=4, vocab=8000, tied=True), {"length": 512, "lora_rank": 8}),
         "LoRA, all kept": (few, {"length": 512, "lora_rank": 8, **every}),

@@ -71,7 +71,7 @@ def facts_table(run: Any) -> str:
 {training.warmup_steps:g} warm-up steps |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
-| loss | {_loss_summary(read_log(run.folder))} |"""
+| loss | {_loss_summary(read_log(run.folder), extension.z_loss)} |"""
 
 
 def _method_and_target(run: Any) -> tuple[str, str]:
@@ -102,10 +102,12 @@ def _stages_section(run: Any) -> str:
     return "\n\n".join([note, *sections])
 
 
-def _loss_summary(log: list[dict[str, Any]]) -> str:
+def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:
+    with_terms = f" (with z-loss, {z_loss:g})" if z_loss else ""
     if not log:
-        return "not logged"
-    return f"{log[0]['loss']:.4f} at step {log[0]['step']}, {log[-1]['loss']:.4f} at the end"
+        return f"not logged{with_terms}"
+    first, last = log[0], log[-1]
+    return f"{first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at the end{with_terms}"
 
 
 def _scores_section(folder: Path) -> str:

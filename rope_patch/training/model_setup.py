@@ -27,6 +27,8 @@ from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
 from rope_patch.training.data.row_positions import patch_leaky, require_short_rows
 from rope_patch.training.objective import chunked_loss
+from rope_patch.training.objective.terms import Objective
+from rope_patch.training.objective.z_loss import ZLoss
 from rope_patch.training.settings import Settings
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.provenance import fingerprint
@@ -47,6 +49,7 @@ class PreparedModel:
         row_length: Tokens per row.
         loss: The loss in use: full, torch or liger.
         swaps: Undo log of the loss.
+        objective: The loss's terms beside the cross-entropy.
         weights: Fingerprint of the weights as loaded.
         undo_length: The length that the finished model states, in tokens, if the patch is for
             training alone; None if it stays.
@@ -60,6 +63,7 @@ class PreparedModel:
     row_length: int
     loss: str
     swaps: UndoLog
+    objective: Objective
     weights: str
     undo_length: int | None = None
 
@@ -115,7 +119,8 @@ def prepare(settings: Settings) -> PreparedModel:
         if settings.stage is not None and settings.stage.previous is not None:
             load_adapter_weights(model, settings.stage.previous.adapter)
             weights = fingerprint(model)
-    loss, swaps = chunked_loss.install_loss(model, settings.loss)
+    objective = make_objective(settings)
+    loss, swaps = chunked_loss.install_loss(model, settings.loss, objective)
     return PreparedModel(
         model=model.train(),
         tokenizer=tokenizer,
@@ -125,6 +130,7 @@ def prepare(settings: Settings) -> PreparedModel:
         row_length=row_length,
         loss=loss,
         swaps=swaps,
+        objective=objective,
         weights=weights,
         undo_length=undo_length,
     )
@@ -148,6 +154,12 @@ def _load(path: Any, settings: Settings, **load_options: Any) -> Any:
     model = read_model(weights, config=read_original_config(path), **load_options)
     patch(model, settings.request())
     return model
+
+
+def make_objective(settings: Settings) -> Objective:
+    """Return the terms that a recipe adds to the cross-entropy."""
+    coefficient = settings.extension.z_loss
+    return Objective([ZLoss(coefficient)] if coefficient else [])
 
 
 def _require_document_masks(model: Any, settings: Settings) -> None:

@@ -42,7 +42,8 @@ def keep_settings(optimizer: Any, load_state: Callable[[], Any]) -> None:
     except (ValueError, RuntimeError, KeyError) as error:
         raise ValueError(
             f"carry_optimizer: the state of the stage before is of other weights ({error}): "
-            "expected stages that train the same weights in the same groups, or carry_optimizer: false"
+            "expected stages that train the same weights in the same groups, or carry_optimizer: "
+            "false"
         ) from error
     for group, values in zip(optimizer.param_groups, own, strict=True):
         group.update(values)

@@ -21,15 +21,21 @@ class TrainingSetup:
         lora_targets: Linear layers with LoRA.
         lora_trains: Modules trained in full beside LoRA: embeddings, norms.
         loss: full, torch or liger.
+        loss_terms: Whether the loss has terms beside the cross-entropy, such as z-loss.
         checkpointing: Whether only layer inputs are saved (activation checkpointing).
         offload_activations: Whether saved activations move to CPU memory.
         attention: transformers' name of the attention implementation.
         packed_masks: Whether rows contain documents that do not see each other.
         shards: Devices that share the weights (FSDP).
         context_parallel: Devices that share a row.
+        context_kind: How they share attention: allgather, ring or ulysses; see `context`.
+        offload_weights: Whether the shards of weights, gradients and optimizer states are in CPU
+            memory (FSDP's offload_params, DeepSpeed's offload_param).
+        offload_optimizer: Whether gradients and optimizer states are in CPU memory (DeepSpeed's
+            offload_optimizer).
         replicated: Whether each device has all weights and averages gradients (DDP).
         accumulates: Whether gradients of several batches are summed.
-        optimizer_states: transformers' name of the optimizer.
+        optimizer: transformers' name of the optimizer.
     """
 
     rows: int = 1
@@ -39,12 +45,16 @@ class TrainingSetup:
     lora_targets: tuple[str, ...] = _LORA_TARGETS
     lora_trains: tuple[str, ...] = ("embeddings", "norms")
     loss: str = "torch"
+    loss_terms: bool = False
     checkpointing: bool = True
     offload_activations: bool = False
     attention: str = "sdpa"
     packed_masks: bool = False
     shards: int = 1
     context_parallel: int = 1
+    context_kind: str = "allgather"
+    offload_weights: bool = False
+    offload_optimizer: bool = False
     replicated: bool = False
     accumulates: bool = False
     optimizer: str = "adamw_torch_fused"
