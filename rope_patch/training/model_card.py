@@ -71,6 +71,7 @@ def facts_table(run: Any) -> str:
 {training.warmup_steps:g} warm-up steps |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
+{_packing_row(run)}\
 | loss | {_loss_summary(read_log(run.folder), extension.z_loss)} |"""
 
 
@@ -100,6 +101,11 @@ def _stages_section(run: Any) -> str:
         + "; its rotation was computed from the original model."
     )
     return "\n\n".join([note, *sections])
+
+
+def _packing_row(run: Any) -> str:
+    summary = run.packing_summary()
+    return f"| rows | {summary} |\n" if summary else ""
 
 
 def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:
