@@ -54,7 +54,7 @@ _COMPARED_BY_CONTENTS = {
     "short_data",
 }  # compared by contents, not by name
 # Keys that earlier releases lacked, with the value that does as those did: their runs resume.
-_DEFAULTS_OF_NEW_KEYS = {"positions": "consecutive", "z_loss": 0.0}
+_DEFAULTS_OF_NEW_KEYS = {"positions": "consecutive", "z_loss": 0.0, "start": "auto"}
 _NAME_KEY = "name"  # name of a model or source: shown in messages, not compared
 
 
