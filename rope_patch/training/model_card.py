@@ -71,7 +71,8 @@ def facts_table(run: Any) -> str:
 {training.warmup_steps:g} warm-up steps |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
-{_packing_row(run)}\
+{_row("rows", run.packing_summary())}\
+{_row("filter", run.filter_summary())}\
 | loss | {_loss_summary(read_log(run.folder), extension.z_loss)} |"""
 
 
@@ -103,9 +104,8 @@ def _stages_section(run: Any) -> str:
     return "\n\n".join([note, *sections])
 
 
-def _packing_row(run: Any) -> str:
-    summary = run.packing_summary()
-    return f"| rows | {summary} |\n" if summary else ""
+def _row(name: str, summary: str) -> str:
+    return f"| {name} | {summary} |\n" if summary else ""
 
 
 def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:
