@@ -41,7 +41,7 @@ FACTOR = 8
 TRAINED = tiny.TRAINED_LENGTH
 TARGET = FACTOR * TRAINED
 TOKENS_PER_STEP = 8192
-STEPS = 200
+STEPS = 100
 SHORTEST = 64  # tokens of a document
 TOKENS_PER_PAIR = 32  # as in pretraining: 8 pairs in 256 tokens
 LEARNING_RATE = 1e-3
@@ -61,7 +61,7 @@ RUNS: dict[str, dict[str, Any]] = {
     BASELINE: {},
     "best-fit packing": _BEST_FIT,
     "curriculum": {_CURRICULUM: True},
-    "PoSE": {"train_length": TRAINED, "positions": "skip"},
+    "PoSE": {"train_length": TRAINED, "positions": "skip", "packing": "single"},
     "clipped": {"method": "clipped-yarn"},
     "short rows": _SHORT_ROWS,
     "short rows, distilled": _DISTILLED,
@@ -106,9 +106,11 @@ def make_recipe(name: str, seed: int, folder: Path, steps: int) -> dict[str, Any
     recipe = {"method": "yarn", "train_length": TARGET, "packing": "masked", **RUNS[name]}
     has_stages = recipe.pop(_CURRICULUM, False)
     tokens = int(1.2 * steps * TOKENS_PER_STEP)  # more than are needed, so that none is read twice
-    long = write_documents(
-        folder / f"long-{seed}-{steps}.jsonl", draw_lengths(tokens, seed), 2 * seed
-    )
+    if recipe["train_length"] == TRAINED:  # a row is one document
+        kind, lengths = "whole", [TRAINED] * (tokens // TRAINED)
+    else:
+        kind, lengths = "long", draw_lengths(tokens, seed)
+    long = write_documents(folder / f"{kind}-{seed}-{steps}.jsonl", lengths, 2 * seed)
     if "short_share" in recipe:
         count = int(recipe["short_share"] * tokens) // TRAINED
         path = folder / f"short-{seed}-{steps}.jsonl"
@@ -258,6 +260,7 @@ Means over seeds with 95% intervals by Student's t, which are wide for three see
   other line adds what it says to this.
 - **curriculum**: the first half of the steps in rows of {TARGET // 4}, with YaRN of factor
   {FACTOR // 4}.
+- **PoSE**: rows of {TRAINED} tokens, a document each, whose positions skip up to {TARGET:,}.
 - **short rows**: a quarter of the rows are of documents of {TRAINED} tokens; **distilled**: the
   loss there is the divergence from the original model.
 - **together**: mixed windows, distilled, best-fit packing and the curriculum.
