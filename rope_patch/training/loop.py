@@ -30,6 +30,7 @@ from rope_patch.training import checkpoints
 from rope_patch.training.memory import plan
 from rope_patch.training.model_setup import add_liger, enable_checkpointing, prepare
 from rope_patch.training.needle_callback import needles_of
+from rope_patch.training.parameter_groups import parameter_groups
 from rope_patch.training.run import (
     TrainingRun,
     activation_offloading,
@@ -152,12 +153,12 @@ def prepare_with_accelerate(run: TrainingRun) -> tuple[Any, Any, Any]:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if training.gradient_checkpointing and not getattr(plugin, "activation_checkpointing", False):
         enable_checkpointing(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
     optimizer: Any = torch.optim.AdamW(
-        [  # no weight decay for norms and biases
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ],
+        parameter_groups(
+            model,
+            training.weight_decay,
+            decay_embeddings=run.settings.extension.decay_embeddings,
+        ),
         lr=training.learning_rate,
         betas=(training.adam_beta1, training.adam_beta2),
         eps=training.adam_epsilon,

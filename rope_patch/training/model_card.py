@@ -59,9 +59,10 @@ library_name: transformers
 | target length | {target} |
 | fine-tuned on | {tokens} tokens: {run.steps:,} steps × {run.rows_per_step} × \
 {prepared.row_length:,} |
-| what was trained | {weights} |
+| what was trained | {weights}{_average_summary(run.averaged_steps)} |
 | learning rate | {training.learning_rate:g}, {_enum_value(training.lr_scheduler_type)}, \
 {training.warmup_steps:g} warm-up steps |
+| weight decay | {_decay_summary(settings)} |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
 | loss | {_loss_summary(log, extension.z_loss)} |
@@ -79,6 +80,23 @@ def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:
         return f"not logged{with_terms}"
     first, last = log[0], log[-1]
     return f"{first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at the end{with_terms}"
+
+
+def _average_summary(steps: list[int]) -> str:
+    names = ", ".join(f"{step:,}" for step in steps)
+    return f"; the mean of the checkpoints of steps {names}" if steps else ""
+
+
+def _decay_summary(settings: Any) -> str:
+    decay = settings.training.weight_decay
+    if not decay:
+        return "none"
+    undecayed = (
+        "norms and biases"
+        if settings.extension.decay_embeddings
+        else ("embeddings, norms and biases")
+    )
+    return f"{decay:g}; none on {undecayed}"
 
 
 def _scores_section(folder: Path) -> str:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.pretrained.saving import save
-from rope_patch.training import checkpoints, identity
+from rope_patch.training import averaging, checkpoints, identity
 from rope_patch.training.data.arguments import require_no_document_masks
 from rope_patch.training.data.packing import PackedRows, collate
 from rope_patch.training.model_card import write_card
@@ -89,6 +89,8 @@ class TrainingRun:
         limit = settings.extension.max_loss_rise
         self.guard = DivergenceGuard(limit, self.folder, on_stop=lambda: self.progress.close())
         self.steps_done = 0
+        self.averaged_steps: list[int] = []
+        self._rotation: dict[str, Any] = {}
         processes = Processes()
         processes.run_on_main(lambda: self._require_same_run(resume))
         self._data_state: dict[str, Any] = {}
@@ -131,6 +133,7 @@ class TrainingRun:
     def write_checkpoint(self, step: int) -> Iterator[Path]:
         """Write a checkpoint atomically; see `checkpoints.atomic_checkpoint`."""
         limit = self.settings.training.save_total_limit
+        limit = max(limit, self.settings.extension.average_checkpoints) if limit else None
         try:
             with checkpoints.atomic_checkpoint(
                 self.folder,
@@ -148,7 +151,7 @@ class TrainingRun:
         """Write the data's state and the recent losses into a checkpoint."""
         if self.is_main:
             losses = list(self.guard.recent_losses)
-            state = {"state": self._data_state, "losses": losses}
+            state = {"state": self._data_state, "losses": losses, "rotation": self._rotation}
             atomic_files.write_json(checkpoint / DATA_STATE, state)
 
     def finish(self, model: Any) -> Path | None:
@@ -161,7 +164,11 @@ class TrainingRun:
             The model's folder, on the main process.
         """
         self.progress.close()
-        weights = self.accelerator.get_state_dict(model) if _is_sharded(model) else None
+        averages = self.settings.extension.average_checkpoints > 0
+        is_sharded = _is_sharded(model)
+        # Averages come from the checkpoints' files.
+        gathers = is_sharded and not averages
+        weights = self.accelerator.get_state_dict(model) if gathers else None
         if not self.is_main:
             return None
         for source, source_counts in self._document_counts.items():
@@ -171,11 +178,14 @@ class TrainingRun:
                 *(f"{source_counts[k]:,}" for k in _LOGGED_COUNTS),
             )
         target = self.folder / checkpoints.MODEL
-        if weights is not None:  # rebuild the unsharded model
-            # Only this process builds it, so probing a chunked loss would wait for the others.
-            full_loss_extension = replace(self.settings.extension, loss="full")
-            self.prepared = prepare(replace(self.settings, extension=full_loss_extension))
+        if is_sharded:  # rebuild the unsharded model
+            # Only this process builds it, so probing the loss would wait for the others.
+            plain_loss = replace(self.settings.extension, loss="full", z_loss=0.0)
+            self.prepared = prepare(replace(self.settings, extension=plain_loss))
+        if weights is not None:
             self.prepared.model.load_state_dict(weights)
+        if averages:
+            self._average_checkpoints()
         model_alone = self.prepared.finish()
         with checkpoints.explain_write_errors(self.folder, "the finished model"):
             if self.prepared.handle is None:
@@ -192,6 +202,41 @@ class TrainingRun:
             write_card(self, target)
         logger.info("the model is in %s", target)
         return target
+
+    def _average_checkpoints(self) -> None:
+        """Set the model's weights to the mean of the last checkpoints.
+
+        Raises:
+            ValueError: They are too few, damaged, or of different runs.
+        """
+        count = self.settings.extension.average_checkpoints
+        folders = checkpoints.last_complete(self.folder, count)
+        identity.require_same_rotation(
+            {f: json.loads((f / DATA_STATE).read_text()).get("rotation") for f in folders}
+        )
+        averaging.average_into(self.prepared.model, folders)
+        self.averaged_steps = [checkpoints.step_of(folder) for folder in folders]
+        steps = ", ".join(f"{step:,}" for step in self.averaged_steps)
+        logger.info("the model is the mean of the checkpoints of steps %s", steps)
+
+    def _require_enough_checkpoints(self, resume: Path | None) -> None:
+        """Raise if the run will not have as many checkpoints as it is to average."""
+        training, count = self.settings.training, self.settings.extension.average_checkpoints
+        done = 0 if resume is None else checkpoints.step_of(resume)
+        every = (
+            training.save_steps if training.save_steps >= 1 else self.steps * training.save_steps
+        )
+        every = math.ceil(every)
+        existing = {step for step in checkpoints.steps_of_checkpoints(self.folder) if step <= done}
+        coming = {*range(every, self.steps + 1, every), self.steps}
+        number = len(existing | {step for step in coming if step > done})
+        if number < count:
+            raise ValueError(
+                f"average_checkpoints: {count} needs as many checkpoints, but the run has "
+                f"{number} ({len(existing)} of them in {self.folder} already, save_steps: "
+                f"{training.save_steps:g}, {self.steps:,} steps): expected smaller save_steps, or "
+                f"average_checkpoints: {number if number > 1 else 0}"
+            )
 
     def _require_same_run(self, resume: Path | None) -> None:
         """Raise if the folder holds another run; else write this run's identity."""
@@ -215,6 +260,8 @@ class TrainingRun:
         for run_folder in dict.fromkeys(folders):
             steps_done = None if resume is None else checkpoints.step_of(resume)
             identity.require_same_identity(run_folder, new_identity, self.settings, steps_done)
+        self._require_enough_checkpoints(resume)
+        self._rotation = identity.rotation_of(new_identity)
         self.folder.mkdir(parents=True, exist_ok=True)
         identity.write_identity(self.folder, new_identity)
 

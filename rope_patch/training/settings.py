@@ -77,6 +77,10 @@ class ExtensionArguments:
         default=0.0,
         metadata={"help": "Weight of the mean (log Z)², against drifting logits; often 1e-5."},
     )
+    decay_embeddings: bool = field(
+        default=True,
+        metadata={"help": "Apply weight_decay to embeddings, too; norms and biases never decay."},
+    )
     offload_activations: bool = field(
         default=False, metadata={"help": "Keep what the backward pass needs in the CPU's memory."}
     )
@@ -93,6 +97,10 @@ class ExtensionArguments:
     resume: str = field(
         default="no",
         metadata={"help": "auto: from the last whole checkpoint, if any; or a checkpoint; or no."},
+    )
+    average_checkpoints: int = field(
+        default=0,
+        metadata={"help": "Finish with the mean of the last so many checkpoints; 0 for the last."},
     )
     max_loss_rise: float = field(
         default=3.0,
@@ -385,6 +393,15 @@ def _validate(settings: Settings) -> None:
         raise ValueError(
             "label_smoothing_factor makes the Trainer compute the loss, which has no z_loss then: "
             "expected one of the two"
+        )
+    if extension.average_checkpoints < 0 or extension.average_checkpoints == 1:
+        raise ValueError(
+            f"average_checkpoints must be 0, or 2 or more, got {extension.average_checkpoints}"
+        )
+    if extension.average_checkpoints and training.save_strategy != "steps":
+        raise ValueError(
+            "average_checkpoints needs checkpoints: expected save_strategy: steps, got "
+            f"{getattr(training.save_strategy, 'value', training.save_strategy)}"
         )
     if extension.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, got {extension.dtype!r}")

@@ -26,6 +26,7 @@ from rope_patch.training import checkpoints
 from rope_patch.training.memory import plan
 from rope_patch.training.model_setup import PreparedModel, prepare
 from rope_patch.training.needle_callback import needles_of
+from rope_patch.training.parameter_groups import decayed_names, require_undecayed_embeddings
 from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
 from rope_patch.training.settings import Settings, parse
 from rope_patch.utils import atomic_files
@@ -66,6 +67,18 @@ class LongContextTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return this process's rows; accelerate must not split them again."""
         return self.run.loader()
+
+    def get_decay_parameter_names(self, model: Any, *_: Any) -> list[str]:
+        """Return the names of the parameters with weight decay; see `decayed_names`."""
+        decay_embeddings = self.run.settings.extension.decay_embeddings
+        return decayed_names(model, decay_embeddings=decay_embeddings)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Return the recipe's optimizer."""
+        optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
+        if not self.run.settings.extension.decay_embeddings:
+            require_undecayed_embeddings(self.model if model is None else model, optimizer)
+        return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Move the rows' origins from a step's batches to `step_rows`."""

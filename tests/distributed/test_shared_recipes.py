@@ -18,6 +18,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.processes import launch, shared_folder
 from helpers.tiny_models import forward, tokens
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rope_patch
@@ -61,6 +62,15 @@ KINDS = {
         "trained_length": LENGTH // 2,
         **NEEDLES,
     },
+    # Large numbers, so that a wrong one shows.
+    "olmo": {
+        "z_loss": 0.02,
+        "weight_decay": 2.0,
+        "decay_embeddings": False,
+        "average_checkpoints": 2,
+        "save_total_limit": 1,
+    },
+    "averaged lora": {"lora_rank": 4, "average_checkpoints": 2},
     "masked": {
         "method": "mixed-yarn",
         "trained_length": 64,
@@ -83,7 +93,7 @@ def jobs_of(mode):
     """Return the runs of a mode's processes: name -> (recipe, kind, changes, resumed run)."""
     if mode == "one":
         return {kind: ("finetune", kind, changes, None) for kind, changes in KINDS.items()}
-    kinds = ["full", "lora"]
+    kinds = ["full", "lora", "olmo", "averaged lora"]
     mode_kinds = {"data parallel": "masked", "FSDP2": "bfloat16", "context parallel": "following"}
     kinds.append(mode_kinds[mode])
     jobs = {}
@@ -175,6 +185,11 @@ def curve(folder):
     return torch.tensor([[line["loss"], line["grad_norm"]] for line in lines])
 
 
+def z_losses(folder):
+    """Return the z-loss of every step."""
+    return torch.tensor([line["z_loss"] for line in read_log(folder)])
+
+
 def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
@@ -196,6 +211,33 @@ def test_losses_and_gradients_equal_those_of_one_process(runs, mode, recipe, kin
     torch.testing.assert_close(
         curve(folder / f"{recipe} {kind}"), curve(reference / kind), rtol=0, atol=CLOSE
     )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_z_losses_equal_those_of_one_process(runs, mode, recipe):
+    folder, _ = runs(mode)
+    reference, _ = runs("one")
+    got, expected = z_losses(folder / f"{recipe} olmo"), z_losses(reference / "olmo")
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=0)
+    assert expected.min() > 0.01
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("kind", "single"), [("olmo", "olmo"), ("averaged lora", "lora")])
+def test_averages_are_of_the_last_checkpoints(runs, mode, recipe, kind, single):
+    folder, _ = runs(mode)
+    reference, _ = runs("one")
+    card = (folder / f"{recipe} {kind}" / "model" / "README.md").read_text()
+    assert "the mean of the checkpoints of steps 2, 4 |" in card
+    got = weights(folder / f"{recipe} {kind}" / "model")
+    if kind == "averaged lora":  # it took the same steps as the run without an average
+        last = weights(reference / single / "model")
+    else:
+        last = load_file(reference / single / "checkpoint-4" / "model.safetensors")
+        got = {name: got[name] for name in last}
+    assert max_difference(got, last) > 10 * CLOSE
 
 
 @pytest.mark.parametrize(("mode", "recipe", "kind"), CASES)

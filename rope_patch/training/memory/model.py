@@ -36,7 +36,8 @@ class MemoryNeed:
         logits: The loss with its logits and gradients.
         workspace: Temporaries of one layer: its recomputation and backward pass, its cast or
             gathered weights, masks.
-        moment: The moment of the peak: loss, last layer, first layer, embeddings or optimizer.
+        moment: The moment of the peak: loss, last layer, first layer, embeddings, optimizer
+            or averaging.
     """
 
     parameters: int
@@ -199,6 +200,7 @@ class _StepMemory:
                 "embeddings", self.trained, gradient * self.residual_size, 0, waiting_gradient
             ),
             self.moment_need("optimizer", self.trained, 0, 0, self.optimizer_work()),
+            *self.averaging(),
         ]
 
     def moment_need(
@@ -235,6 +237,26 @@ class _StepMemory:
             workspace=work,
             moment=moment,
         )
+
+    def averaging(self) -> list[MemoryNeed]:
+        """Return the need at the mean of checkpoints, if there is one: a tensor's, twice.
+
+        Of sharded weights, the mean is computed in the CPU's memory.
+        """
+        if not self.setup.averages or self.setup.shards > 1:
+            return []
+        largest = max(self.shape.embedding_weights, self.shape.hidden * self.shape.mlp)
+        return [
+            MemoryNeed(
+                parameters=self.weights,
+                gradients=0,
+                optimizer=self.optimizer_states(),
+                activations=0,
+                logits=0,
+                workspace=2 * 4 * largest,
+                moment="averaging",
+            )
+        ]
 
     def fsdp_gathered(self, moment: str) -> int:
         """Return the bytes that FSDP2 holds unsharded: weights, gradients, copies in flight."""

@@ -259,6 +259,7 @@ def _training_setup(
         shards=max(1, world // sizes["DP_REPLICATE"]) if is_sharded else 1,
         context_parallel=sizes["CP"] * sizes["SP"],
         replicated=world > 1 and not is_sharded,
+        averages=extension.average_checkpoints > 0,
         accumulates=training.gradient_accumulation_steps > 1,
         optimizer=getattr(training.optim, "value", training.optim),
     )

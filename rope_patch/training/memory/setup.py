@@ -29,6 +29,7 @@ class TrainingSetup:
         shards: Devices that share the weights (FSDP).
         context_parallel: Devices that share a row.
         replicated: Whether each device has all weights and averages gradients (DDP).
+        averages: Whether the finished model is the mean of several checkpoints.
         accumulates: Whether gradients of several batches are summed.
         optimizer_states: transformers' name of the optimizer.
     """
@@ -48,5 +49,6 @@ class TrainingSetup:
     shards: int = 1
     context_parallel: int = 1
     replicated: bool = False
+    averages: bool = False
     accumulates: bool = False
     optimizer: str = "adamw_torch_fused"

@@ -234,6 +234,22 @@ def test_a_plan_follows_the_recipe(settings):
     assert {name: setup[name] for name in expected} == expected
 
 
+def test_averages_count_beside_weights_and_optimizer(settings):
+    """Only where a step takes less than its own: a large table that is not trained."""
+    config = read_config(LLAMA_8B)
+    setup = {"length": 1024, "dtype": torch.bfloat16, "lora_rank": 8, "lora_trains": ()}
+    setup["offload_activations"] = True
+    plain, averaged = memory_need(config, **setup), memory_need(config, **setup, averages=True)
+    table = 128_256 * 4096
+    assert averaged.moment == "averaging"
+    assert averaged.total == averaged.parameters + averaged.optimizer + 2 * 4 * table
+    assert averaged.total > plain.total
+    sharded = setup | {"shards": 8}
+    assert memory_need(config, **sharded, averages=True) == memory_need(config, **sharded)
+    recipe = settings(average_checkpoints=3)
+    assert planning._training_setup(recipe, planning._read_config(recipe), environment={}).averages
+
+
 def test_soft_caps_need_the_full_loss():
     capped = SimpleNamespace(final_logit_softcapping=30.0)
     config = SimpleNamespace(get_text_config=lambda decoder: capped)
