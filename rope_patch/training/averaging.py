@@ -11,6 +11,7 @@ Source: Olmo 3, arXiv:2512.13961, section 3.6: the 32B model is the mean of its 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -140,9 +141,11 @@ def _shards(folder: Path) -> Tensors:
     def read(name: str) -> torch.Tensor:
         stored: Any = metadata[name]
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-        distributed_checkpoint.load(
-            {name: tensor}, storage_reader=FileSystemReader(folder), no_dist=True
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that one process reads, which is meant
+            distributed_checkpoint.load(
+                {name: tensor}, storage_reader=FileSystemReader(folder), no_dist=True
+            )
         return tensor
 
     # accelerate puts all of them below "model".

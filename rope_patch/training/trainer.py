@@ -77,7 +77,8 @@ class LongContextTrainer(Trainer):
         """Return the recipe's optimizer."""
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
         if not self.run.settings.extension.decay_embeddings:
-            require_undecayed_embeddings(self.model if model is None else model, optimizer)
+            trained: Any = self.model if model is None else model
+            require_undecayed_embeddings(trained, optimizer)
         return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
