@@ -9,16 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as distributed_checkpoint
 from training_runs import (
     ASSETS,
     RECIPES,
+    TINY,
     VARIANTS,
     Child,
     arguments,
     curve,
+    documents,
     equal_tensors,
     run,
     tensors,
@@ -232,6 +235,15 @@ def test_settings_that_cannot_be_averaged_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             parse(arguments(tmp_path / "run", **changes))
+
+
+def test_adapters_that_a_later_stage_needs_are_not_merged(tmp_path):
+    path = tmp_path / "stages.yaml"
+    keys = {key: str(value) if key == "model" else value for key, value in TINY.items()}
+    keys |= {"data": str(documents(tmp_path)), "lora_rank": 4, "average_checkpoints": 2}
+    path.write_text(yaml.safe_dump(keys | {"stages": [{"max_steps": 4}, {"max_steps": 6}]}))
+    with pytest.raises(ValueError, match=r"stage 1 of 2: average_checkpoints merges LoRA's"):
+        run("loop", tmp_path / "run", config=path)
 
 
 def test_means_of_16_bits_are_accumulated_in_float32():
