@@ -105,6 +105,9 @@ def identity_of(
     }
     if settings.data.positions == "consecutive":
         del identity["positions"]  # runs of version 0.1 resume, which had nothing else
+    if not settings.objective.distillation_weight:
+        for key in ("distillation_weight", "distillation_temperature"):
+            del identity[key]
     return json.loads(json.dumps(identity, default=str))
 
 

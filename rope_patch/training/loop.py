@@ -30,12 +30,8 @@ from rope_patch.training import checkpoints
 from rope_patch.training.memory import plan
 from rope_patch.training.model_setup import add_liger, enable_checkpointing, prepare
 from rope_patch.training.needle_callback import needles_of
-from rope_patch.training.run import (
-    TrainingRun,
-    activation_offloading,
-    mixed_precision,
-    open_run_folder,
-)
+from rope_patch.training.precision import mixed_precision
+from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
 from rope_patch.training.schedule import make_scheduler
 from rope_patch.training.settings import Settings, parse
 from rope_patch.utils import atomic_files
@@ -121,13 +117,15 @@ def train(run: TrainingRun, model: Any, optimizer: Any, scheduler: Any) -> None:
         rows = [row for batch in micro_batches for row in batch.pop("rows", [])]
         loss = forward_backward(run, model, micro_batches)
         norm = clip_grad_norm(accelerator, model, training.max_grad_norm)
-        run.guard.check(step, loss, norm, rows)
+        terms = run.check_step(step, loss, norm, rows)
         run.mark_consumed(rows)
         optimizer.step()
         rate = scheduler.get_last_lr()[0]
         scheduler.step()
         optimizer.zero_grad()
-        logs = run.progress.record_step(step, loss=loss, grad_norm=norm, learning_rate=rate)
+        logs = run.progress.record_step(
+            step, loss=loss, grad_norm=norm, learning_rate=rate, **terms
+        )
         if step % training.logging_steps == 0 or step == run.steps:
             _log_to_trackers(accelerator, logs, step)
         if needles and needles.is_due(step, run.steps):
@@ -186,6 +184,7 @@ def forward_backward(run: TrainingRun, model: Any, batches: Sequence[Batch]) -> 
         with (
             contextlib.nullcontext() if last else accelerator.no_sync(model),
             context_parallel_batch(run, batch),
+            run.reading_originals(batch),
             activation_offloading(run.settings),
         ):
             part = model(**batch, num_items_in_batch=count, use_cache=False).loss

@@ -19,6 +19,14 @@ from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
 from rope_patch.training.data.row_positions import patch_leaky, require_short_rows
 from rope_patch.training.objective import chunked_loss
+from rope_patch.training.objective.arguments import require_known_length
+from rope_patch.training.objective.distillation import Distillation
+from rope_patch.training.objective.teacher import (
+    Teacher,
+    load_teacher,
+    shares_teacher_weights,
+    teacher_dtype,
+)
 from rope_patch.training.settings import Settings
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.provenance import fingerprint
@@ -42,6 +50,7 @@ class PreparedModel:
         weights: Fingerprint of the weights as loaded.
         undo_length: The length that the finished model states, in tokens, if the patch is for
             training alone; None if it stays.
+        distillation: The distillation of short rows from the original model, or None.
     """
 
     model: Any
@@ -54,10 +63,12 @@ class PreparedModel:
     swaps: UndoLog
     weights: str
     undo_length: int | None = None
+    distillation: Distillation | None = None
 
     def finish(self) -> Any:
         """Return the trained model as it is used: its own loss, LoRA merged, a lasting patch."""
         self.swaps.undo()
+        self.distillation = None  # the original model is not needed any more
         if is_lora(self.model):
             self.model = self.model.merge_and_unload()
         if self.undo_length is not None:
@@ -105,9 +116,14 @@ def prepare(settings: Settings) -> PreparedModel:
     require_short_rows(settings.data.positions, row_length, trained_length, target)
     if settings.data.positions == "leaky":
         handle = patch_leaky(model, settings.request(), row_length, target)
+    distillation = None
+    if settings.objective.distillation_weight > 0:
+        short_length = settings.data.short_length or min(trained_length, row_length)
+        require_known_length(settings.objective, short_length, trained_length)
+        distillation = _make_distillation(path, model, settings, load_options)
     if extension.lora_rank > 0:
         model = add_lora(model, settings)
-    loss, swaps = chunked_loss.install_loss(model, settings.loss)
+    loss, swaps = chunked_loss.install_loss(model, settings.loss, distillation)
     return PreparedModel(
         model=model.train(),
         tokenizer=tokenizer,
@@ -119,6 +135,21 @@ def prepare(settings: Settings) -> PreparedModel:
         swaps=swaps,
         weights=weights,
         undo_length=undo_length,
+        distillation=distillation,
+    )
+
+
+def _make_distillation(
+    path: Any, model: Any, settings: Settings, load_options: dict[str, Any]
+) -> Distillation:
+    """Load the original model, which shares the weights that LoRA freezes."""
+    objective = settings.objective
+    shares_weights = shares_teacher_weights(settings)
+    if not shares_weights:
+        load_options = load_options | {"dtype": teacher_dtype(settings)}
+    original = load_teacher(path, model, shares_weights=shares_weights, **load_options)
+    return Distillation(
+        Teacher(original), objective.distillation_weight, objective.distillation_temperature
     )
 
 

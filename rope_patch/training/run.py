@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import shlex
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
+from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -29,8 +29,10 @@ from rope_patch.training.model_card import write_card
 from rope_patch.training.model_setup import PreparedModel, prepare
 from rope_patch.training.monitor import DivergenceGuard, TrainingProgress
 from rope_patch.training.needle_callback import drop_scores
+from rope_patch.training.precision import mixed_precision
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.utils import atomic_files
+from rope_patch.utils.errors import Refused
 from rope_patch.utils.folder_lock import lock_folder
 from rope_patch.utils.processes import Processes
 
@@ -69,6 +71,10 @@ class TrainingRun:
         self.folder = Path(str(settings.training.output_dir))
         training = settings.training
         sharing = process_layout(accelerator)
+        self.copies_of_rows = accelerator.num_processes // sharing.reader_count
+        if (distillation := prepared.distillation) is not None:
+            _require_distillation(accelerator)
+            distillation.place(accelerator)
         self.context_parallel = sharing.context_parallel
         self._require_whole_sequences()
         batch = training.per_device_train_batch_size
@@ -111,16 +117,45 @@ class TrainingRun:
     def loader(self) -> DataLoader:
         """Return an endless DataLoader of this process's rows."""
         training = self.settings.training
+        is_distilled = self.prepared.distillation is not None
         has_gaps = self.context_parallel > 1 or self.settings.data.positions == "skip"
         return DataLoader(
             self.rows,
             batch_size=training.per_device_train_batch_size,
-            collate_fn=lambda rows: collate(rows, has_gaps=has_gaps),
+            collate_fn=lambda rows: collate(rows, has_gaps=has_gaps, is_distilled=is_distilled),
             num_workers=training.dataloader_num_workers,
             pin_memory=training.dataloader_pin_memory and self.accelerator.device.type == "cuda",
             # The iterator draws a seed; its own generator keeps a resumed run's numbers in step.
             generator=torch.Generator(),
         )
+
+    def reading_originals(self, batch: dict[str, Any]) -> Any:
+        """Return a context in which a micro-batch's loss is computed; see `Distillation.reading`.
+
+        Args:
+            batch: The micro-batch; only the model's inputs are left in it.
+        """
+        distillation = self.prepared.distillation
+        return contextlib.nullcontext() if distillation is None else distillation.reading(batch)
+
+    def check_step(
+        self, step: int, loss: float, norm: float, rows: list[dict[str, Any]]
+    ) -> dict[str, float]:
+        """Check a step before it is taken; see `DivergenceGuard.check`.
+
+        Returns:
+            The numbers of the step's terms, to be logged.
+        """
+        distillation = self.prepared.distillation
+        if distillation is None:
+            self.guard.check(step, loss, norm, rows)
+            return {}
+        metrics = distillation.step_metrics(self.copies_of_rows)
+        self.guard.require_finite(step, loss, norm, rows)
+        # The share of distilled rows moves the loss; steps are compared by that of other rows.
+        if "language_loss" in metrics:
+            self.guard.check(step, metrics["language_loss"], norm, rows)
+        return metrics
 
     def mark_consumed(self, rows: list[dict[str, Any]]) -> None:
         """Remember the state of the data after a step's rows."""
@@ -173,8 +208,12 @@ class TrainingRun:
         target = self.folder / checkpoints.MODEL
         if weights is not None:  # rebuild the unsharded model
             # Only this process builds it, so probing a chunked loss would wait for the others.
-            full_loss_extension = replace(self.settings.extension, loss="full")
-            self.prepared = prepare(replace(self.settings, extension=full_loss_extension))
+            plain = replace(
+                self.settings,
+                extension=replace(self.settings.extension, loss="full"),
+                objective=replace(self.settings.objective, distillation_weight=0.0),
+            )
+            self.prepared = prepare(plain)
             self.prepared.model.load_state_dict(weights)
         model_alone = self.prepared.finish()
         with checkpoints.explain_write_errors(self.folder, "the finished model"):
@@ -249,6 +288,16 @@ class TrainingRun:
             )
 
 
+def _require_distillation(accelerator: Any) -> None:
+    """Raise if processes share the work in a way that the original model does not follow."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise Refused(
+            "distillation_weight keeps the original model beside the trained one, which DeepSpeed "
+            "does not place: expected one process, data parallelism or FSDP2, such as rope-patch "
+            "recipes fsdp2"
+        )
+
+
 @contextlib.contextmanager
 def open_run_folder(settings: Settings) -> Iterator[Path | None]:
     """Lock the output folder against other runs.
@@ -295,15 +344,6 @@ def _command_line() -> str:
     module = ["python", "-m", "rope_patch.recipes.finetune"]
     name = module if Path(program).suffix == ".py" else ["rope-patch"]
     return " ".join(shlex.join([*name, *words]).split())
-
-
-def mixed_precision(training: Any) -> str:
-    """Return accelerate's `mixed_precision`: the number format of matrix products.
-
-    As in the Trainer, accelerate's config decides if the recipe does not.
-    """
-    launcher_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return "bf16" if training.bf16 else launcher_precision
 
 
 def keep_loss_exact(accelerator: Any) -> None:

@@ -20,6 +20,8 @@ from rope_patch.methods.plugins import load_plugin
 from rope_patch.training import recipe_files
 from rope_patch.training.data.arguments import DataArguments
 from rope_patch.training.data.row_positions import check_leaky
+from rope_patch.training.objective.arguments import ObjectiveArguments, check_objective
+from rope_patch.training.unsupported_keys import UNSUPPORTED_KEYS
 from rope_patch.utils.errors import did_you_mean, one_line
 
 LOSSES = ("auto", "full", "torch", "liger")
@@ -132,24 +134,7 @@ class TrainArguments(TrainingArguments):
         self.use_cpu = use_cpu
 
 
-_ARGUMENT_CLASSES: Any = (ExtensionArguments, DataArguments, TrainArguments)
-
-# Unsupported keys of TrainingArguments, and what to use instead.
-_UNSUPPORTED_KEYS = {
-    "num_train_epochs": "rows are streamed without end: say max_steps or tokens",
-    "load_best_model_at_end": "there is no validation set; retrieval_steps and rope-patch eval "
-    "say how good the model is",
-    "resume_from_checkpoint": "say resume: auto, or resume: PATH",
-    "auto_find_batch_size": "memory is planned ahead: rope-patch finetune --plan",
-    "eval_strategy": "say retrieval_steps: N",
-    "eval_steps": "say retrieval_steps: N",
-    "logging_nan_inf_filter": "a loss that is not a number stops the training",
-    "push_to_hub": "upload the finished model's folder: hf upload NAME out/finetune/model",
-    "ignore_data_skip": "rows go on where they were",
-    "remove_unused_columns": "rows have no columns that are not used",
-    "include_num_input_tokens_seen": "tokens are counted anyway",
-    "activation_checkpointing": "say gradient_checkpointing",
-}
+_ARGUMENT_CLASSES: Any = (ExtensionArguments, DataArguments, ObjectiveArguments, TrainArguments)
 
 
 @dataclass(frozen=True)
@@ -161,12 +146,14 @@ class Settings:
         data: Documents and packing.
         training: transformers' TrainingArguments.
         explicit: The keys set explicitly in the file or on the command line, with their values.
+        objective: Terms of the objective.
     """
 
     extension: ExtensionArguments
     data: DataArguments
     training: TrainArguments
     explicit: dict[str, Any]
+    objective: ObjectiveArguments = field(default_factory=ObjectiveArguments)
 
     @property
     def method_options(self) -> dict[str, Any]:
@@ -195,10 +182,11 @@ class Settings:
             key: value
             for key, value in self.training.to_dict().items()
             if key in known_keys()
-            and key not in _UNSUPPORTED_KEYS
+            and key not in UNSUPPORTED_KEYS
             and not str(value).startswith("<")
         }
-        return {**asdict(self.extension), **asdict(self.data), **training}
+        ours = (self.extension, self.data, self.objective)
+        return {key: value for part in ours for key, value in asdict(part).items()} | training
 
 
 def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
@@ -222,8 +210,8 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     recipe = {} if flags.config is None else read_recipe(flags.config)
     words = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
     for key in [*recipe, *words]:
-        if key in _UNSUPPORTED_KEYS:
-            raise ValueError(f"{key} is not for this: {_UNSUPPORTED_KEYS[key]}")
+        if key in UNSUPPORTED_KEYS:
+            raise ValueError(f"{key} is not for this: {UNSUPPORTED_KEYS[key]}")
     inner = _parser()
     recipe = {key: _coerce(inner, key, value) for key, value in recipe.items()}
     inner.set_defaults(**{key: _to_cli_string(value) for key, value in recipe.items()})
@@ -231,7 +219,7 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
         with warnings.catch_warnings():
             # transformers 5.23 deprecates gradient_checkpointing; older ones lack the new name.
             warnings.simplefilter("ignore", FutureWarning)
-            extension, data, training, unknown = inner.parse_args_into_dataclasses(
+            extension, data, objective, training, unknown = inner.parse_args_into_dataclasses(
                 rest, return_remaining_strings=True
             )
     except (TypeError, argparse.ArgumentTypeError) as error:
@@ -240,8 +228,9 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
         if not word.startswith("--"):
             raise ValueError(f"expected --key value, got {word!r}")
         _require_known(word[2:].partition("=")[0], "on the command line")
-    explicit = recipe | {key: getattr(_owner(key, extension, data, training), key) for key in words}
-    settings = Settings(extension, data, training, explicit)
+    parts = (extension, data, objective, training)
+    explicit = recipe | {key: getattr(_owner(key, *parts), key) for key in words}
+    settings = Settings(extension, data, training, explicit, objective)
     for source in extension.plugin:
         load_plugin(source)
     _validate(settings)
@@ -278,7 +267,7 @@ def known_keys() -> dict[str, str]:
 
 def usable_keys() -> dict[str, str]:
     """Return the supported keys with their help."""
-    return {key: about for key, about in known_keys().items() if key not in _UNSUPPORTED_KEYS}
+    return {key: about for key, about in known_keys().items() if key not in UNSUPPORTED_KEYS}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -383,6 +372,7 @@ def _validate(settings: Settings) -> None:
         )
     options = _parse_options(extension.options)
     check_leaky(settings.data.positions, extension, options)
+    check_objective(settings.objective, settings)
     for name in training.report_to or ():
         if name not in integrations.get_available_reporting_integrations():
             raise ValueError(

@@ -80,6 +80,11 @@ class LongContextTrainer(Trainer):
         self.micro_batch_losses.append(loss)
         return loss
 
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss after the original model read what is distilled, if anything is."""
+        with self.run.reading_originals(inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
     def clip_and_record_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Clip the gradients as accelerate does, and record their norm."""
         self.step_grad_norm = self._accelerate_clip(*args, **kwargs)
@@ -98,7 +103,9 @@ class LongContextTrainer(Trainer):
         self.micro_batch_losses, self.step_grad_norm = [], None
         rate = self._get_learning_rate()
         self.step_metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
-        self.run.guard.check(self.state.global_step + 1, loss, norm, self.step_rows)
+        self.step_metrics |= self.run.check_step(
+            self.state.global_step + 1, loss, norm, self.step_rows
+        )
         self.run.mark_consumed(self.step_rows)
 
     def _get_output_dir(self, trial: Any) -> str:

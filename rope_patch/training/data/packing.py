@@ -28,6 +28,7 @@ from rope_patch.training.data.documents import (
     tokenize,
 )
 from rope_patch.training.data.row_positions import skipped_positions
+from rope_patch.training.objective.distillation import DISTILLED
 
 _POSITION_KEYS = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")
 _COUNT_KEYS = ("documents", "tokens", "left_out", "left_out_tokens")
@@ -150,9 +151,9 @@ class PackedRows(IterableDataset):
 
     Yields:
         A dict of `input_ids`, `labels` (transformers shifts them itself) and `position_ids`,
-        `[row_length]` int64 each, and `row`: its `index` among all processes' rows, the
-        `documents` in it, the `counts` of each source so far, and the `state` after it, for
-        `resume`.
+        `[row_length]` int64 each, and `row`: its `index` among all processes' rows, whether it is
+        `short`, the `documents` in it, the `counts` of each source so far, and the `state` after
+        it, for `resume`.
 
     Raises:
         ValueError: An argument is invalid or a source is missing; during iteration: a document is
@@ -279,6 +280,7 @@ class PackedRows(IterableDataset):
         names = {"long": "", "short": "short: "}
         info = {
             "index": index,
+            "short": short,
             "documents": list(dict.fromkeys(piece.location for piece in pieces)),
             "counts": {names[k] + s.name: s.counts() for k in names for s in sources[k]},
             "state": state | {"row": index + 1, "settings": self._row_settings()},
@@ -299,7 +301,9 @@ def _most_underserved(
     return sources[deficits.index(max(deficits))]
 
 
-def collate(rows: list[dict[str, Any]], *, has_gaps: bool = False) -> dict[str, Any]:
+def collate(
+    rows: list[dict[str, Any]], *, has_gaps: bool = False, is_distilled: bool = False
+) -> dict[str, Any]:
     """Stack rows into a batch.
 
     Args:
@@ -307,6 +311,7 @@ def collate(rows: list[dict[str, Any]], *, has_gaps: bool = False) -> dict[str, 
         has_gaps: Whether positions have gaps: skipped ones, or those between the spans that a
             process gets under context parallelism. Adds an `attention_mask` of ones, without which
             transformers takes a gap for the border of two packed documents.
+        is_distilled: Whether short rows are distilled. Adds `distilled`, `[B]`: which rows are.
 
     Returns:
         The tensors `[B, S]`, and under `rows` each row's `row`.
@@ -319,4 +324,6 @@ def collate(rows: list[dict[str, Any]], *, has_gaps: bool = False) -> dict[str, 
     batch["labels"][:, 0] = IGNORED
     if has_gaps:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    if is_distilled:
+        batch[DISTILLED] = torch.tensor([row["row"]["short"] for row in rows])
     return batch | {"rows": [row["row"] for row in rows]}

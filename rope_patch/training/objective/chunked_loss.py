@@ -17,6 +17,14 @@ from torch import nn
 from torch.nn import functional
 
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.training.objective.chunks import widen
+from rope_patch.training.objective.distillation import Distillation
+from rope_patch.training.objective.logit_transform import (
+    LogitTransform,
+    find_transform,
+    unchanged,
+)
+from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
 
@@ -24,41 +32,70 @@ logger = logging.getLogger("rope_patch")
 _LossSum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
-def install_loss(model: nn.Module, loss: str) -> tuple[str, UndoLog]:
+def install_loss(
+    model: nn.Module,
+    loss: str,
+    distillation: Distillation | None = None,
+) -> tuple[str, UndoLog]:
     """Make a causal language model compute its training loss in chunks.
 
     Args:
         model: The model before accelerate wraps it; PEFT may wrap it already.
         loss: "full", "torch", "liger", or "auto": torch's, but "full" if this torch has none or
             the model changes its logits after the head (soft caps, scales).
+        distillation: Takes the place of the loss in distilled rows, in chunks with each of them.
 
     Returns:
         The loss in use, and the undo log of the changes to the model.
 
     Raises:
-        ValueError: The named loss is not available here.
+        ValueError: The named loss is not available here, or the model's logits cannot be distilled.
     """
     swaps = UndoLog()
-    if loss == "full":
+    if loss == "full" and distillation is None:
         return loss, swaps
+    causal = unwrap_peft(model)
+    head = causal.get_output_embeddings()
+    inputs: list[torch.Tensor] = []
+    swaps.set(head, "forward", _pass_hidden_states(head, inputs))
+    transform = find_transform(causal, head)
     name = "torch" if loss == "auto" else loss
-    problem = _unavailable_reason(name)
-    if problem is None:
-        causal = _unwrap_peft(model)
-        head = causal.get_output_embeddings()
-        swaps.set(head, "forward", _pass_hidden_states(head))
-        swaps.set(causal, "_loss_function", _chunked_loss_function(head, _LOSS_SUMS[name]))
-        if _head_input_reaches_loss(causal, head):
-            return name, swaps
-        swaps.undo()
+    problem = None if name == "full" else _unavailable_reason(name)
+    if problem is None and name != "full" and transform is not unchanged:
         problem = (
             f"{type(causal).__name__} does more with its logits behind its head than to compute "
             "transformers' loss, such as capping them, which chunks of tokens do not go through"
         )
-    if loss == "auto":
+    if problem is not None and loss != "auto":
+        swaps.undo()
+        raise ValueError(f"loss: {loss} cannot be had: {problem}; expected loss: full")
+    if problem is not None:
         logger.info("all logits are computed at once: %s", problem)
-        return "full", swaps
-    raise ValueError(f"loss: {loss} cannot be had: {problem}; expected loss: full")
+        name = "full"
+        if distillation is None:
+            swaps.undo()
+            return name, swaps
+    if transform is None:
+        swaps.undo()
+        raise Refused(
+            f"distillation_weight: {type(causal).__name__} does more with its logits behind its "
+            "head than to cap or to scale them, which chunks of tokens do not go through: leave "
+            "distillation_weight out"
+        )
+    if distillation is not None:
+        distillation.transform = transform
+    loss_sum = _full_loss_sum(transform) if name == "full" else _LOSS_SUMS[name]
+    loss_function = _chunked_loss_function(head, inputs, loss_sum, distillation)
+    swaps.set(causal, "_loss_function", loss_function)
+    return name, swaps
+
+
+def _full_loss_sum(transform: LogitTransform) -> _LossSum:
+    def loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
+        logits = transform(widen(functional.linear(hidden, weight, bias)))
+        return functional.cross_entropy(logits, targets, reduction="sum")
+
+    return loss_sum
 
 
 def _torch_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
@@ -98,18 +135,33 @@ def _unavailable_reason(name: str) -> str | None:
     return None
 
 
-def _unwrap_peft(model: nn.Module) -> Any:
+def unwrap_peft(model: nn.Module) -> Any:
     """Return the causal language model inside PEFT's wrapper, or the model itself."""
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()
 
 
-def _pass_hidden_states(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def _pass_hidden_states(
+    head: nn.Module, inputs: list[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a forward that passes its input on in training, and leaves it in a list."""
     plain = head.forward
-    return lambda hidden: hidden if head.training else plain(hidden)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if not head.training:
+            return plain(hidden)
+        inputs[:] = [hidden]
+        return hidden
+
+    return forward
 
 
-def _chunked_loss_function(head: nn.Module, total_loss: _LossSum) -> Callable[..., torch.Tensor]:
+def _chunked_loss_function(
+    head: nn.Module,
+    inputs: list[torch.Tensor],
+    total_loss: _LossSum,
+    distillation: Distillation | None,
+) -> Callable[..., torch.Tensor]:
     def loss_function(
         logits: torch.Tensor,
         labels: torch.Tensor | None,
@@ -126,11 +178,12 @@ def _chunked_loss_function(head: nn.Module, total_loss: _LossSum) -> Callable[..
             )
         else:
             total = total_loss
+            logits = inputs.pop()  # the model may have capped or scaled what it took for logits
         if shift_labels is None:
             assert labels is not None
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = shift_labels.reshape(-1).to(logits.device)
-        hidden: torch.Tensor = logits.flatten(0, -2)
+        shift_labels = shift_labels.to(logits.device)
+        hidden, targets = logits.flatten(0, -2), shift_labels.reshape(-1)
         weight: Any = head.weight
         bias = getattr(head, "bias", None)
         device_type = hidden.device.type
@@ -140,31 +193,14 @@ def _chunked_loss_function(head: nn.Module, total_loss: _LossSum) -> Callable[..
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         with torch.autocast(device_type, enabled=False):
-            summed = total(hidden, weight, targets, bias)
+            if distillation is not None and head.training:
+                rows = hidden.unflatten(0, shift_labels.shape)
+                summed = distillation.loss_sum(total, rows, weight, shift_labels, bias)
+            else:
+                summed = total(hidden, weight, targets, bias)
         count = num_items_in_batch
         if count is None:
             count = (targets != ignore_index).sum()
         return summed / (count.to(summed.device) if torch.is_tensor(count) else count)
 
     return loss_function
-
-
-@torch.no_grad()
-def _head_input_reaches_loss(causal: Any, head: nn.Module) -> bool:
-    """Return whether the head's input reaches the loss function unchanged."""
-    ids = torch.ones(1, 8, dtype=torch.long, device=causal.get_input_embeddings().weight.device)
-    tensors: list[torch.Tensor] = []
-    hook = head.register_forward_hook(lambda _, __, output: tensors.append(output))
-    modes = [(module, module.training) for module in causal.modules()]
-    swaps = UndoLog()
-    swaps.set(causal, "_loss_function", lambda logits, *_, **__: tensors.append(logits))
-    try:
-        causal.eval()
-        head.train()
-        causal(input_ids=ids, labels=ids, use_cache=False)
-        return len(tensors) == 2 and torch.equal(*tensors)
-    finally:
-        swaps.undo()
-        hook.remove()
-        for module, training in modes:
-            module.training = training
