@@ -17,7 +17,7 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config
 from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.training import checkpoints, schedule
-from rope_patch.training.data import documents
+from rope_patch.training.data import sources
 from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.settings import Settings
 from rope_patch.utils import atomic_files, checksums
@@ -89,7 +89,7 @@ def identity_of(
         "options": settings.method_options,
         **_outside_frequencies(prepared.handle),
         **{
-            key: [{_NAME_KEY: n, "contents": documents.fingerprint(n)} for n in names or []]
+            key: [{_NAME_KEY: n, "contents": sources.fingerprint(n)} for n in names or []]
             for key, names in (
                 ("data", settings.data.data),
                 ("short_data", settings.data.short_data),

@@ -29,6 +29,7 @@ from rope_patch.training.model_card import write_card
 from rope_patch.training.model_setup import PreparedModel, prepare
 from rope_patch.training.monitor import DivergenceGuard, TrainingProgress
 from rope_patch.training.needle_callback import drop_scores
+from rope_patch.training.objective.distillation import mark_distilled
 from rope_patch.training.precision import mixed_precision
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.utils import atomic_files
@@ -117,12 +118,16 @@ class TrainingRun:
     def loader(self) -> DataLoader:
         """Return an endless DataLoader of this process's rows."""
         training = self.settings.training
-        is_distilled = self.prepared.distillation is not None
         has_gaps = self.context_parallel > 1 or self.settings.data.positions == "skip"
+
+        def make_batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
+            batch = collate(rows, has_gaps=has_gaps)
+            return batch if self.prepared.distillation is None else mark_distilled(batch)
+
         return DataLoader(
             self.rows,
             batch_size=training.per_device_train_batch_size,
-            collate_fn=lambda rows: collate(rows, has_gaps=has_gaps, is_distilled=is_distilled),
+            collate_fn=make_batch,
             num_workers=training.dataloader_num_workers,
             pin_memory=training.dataloader_pin_memory and self.accelerator.device.type == "cuda",
             # The iterator draws a seed; its own generator keeps a resumed run's numbers in step.

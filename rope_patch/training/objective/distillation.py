@@ -44,6 +44,11 @@ def divergence(
     return each * temperature**2
 
 
+def mark_distilled(batch: dict[str, Any]) -> dict[str, Any]:
+    """Add which rows of a batch are distilled: the short ones."""
+    return batch | {DISTILLED: torch.tensor([row["short"] for row in batch["rows"]])}
+
+
 class Distillation:
     """The distillation of a run: the original model, the batch at hand, and a step's sums.
 
