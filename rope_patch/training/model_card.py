@@ -10,6 +10,7 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.training.monitor import read_log
 from rope_patch.training.needle_callback import read_scores
+from rope_patch.training.objective.arguments import ObjectiveArguments
 from rope_patch.utils import atomic_files
 from rope_patch.utils.provenance import versions
 
@@ -64,13 +65,22 @@ library_name: transformers
 {training.warmup_steps:g} warm-up steps |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
-| loss | {_loss_summary(log)} |
+{_distillation_row(settings.objective)}| loss | {_loss_summary(log)} |
 {_scores_section(run.folder)}
 {_loading_snippet(folder)}
 
 Made by `{shlex.join(["rope-patch", "finetune", "--config", "recipe.yaml"])}` with rope_patch \
 {versions()["rope_patch"]}, transformers {versions()["transformers"]}, torch {versions()["torch"]}.
 """
+
+
+def _distillation_row(objective: ObjectiveArguments) -> str:
+    if not objective.distillation_weight:
+        return ""
+    return (
+        "| short rows | distilled from the original model: weight "
+        f"{objective.distillation_weight:g}, temperature {objective.distillation_temperature:g} |\n"
+    )
 
 
 def _loss_summary(log: list[dict[str, Any]]) -> str:
