@@ -27,6 +27,8 @@ from rope_patch.training.objective.teacher import (
     shares_teacher_weights,
     teacher_dtype,
 )
+from rope_patch.training.objective.terms import Objective
+from rope_patch.training.objective.z_loss import ZLoss
 from rope_patch.training.settings import Settings
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.provenance import fingerprint
@@ -47,10 +49,10 @@ class PreparedModel:
         row_length: Tokens per row.
         loss: The loss in use: full, torch or liger.
         swaps: Undo log of the loss.
+        objective: The loss's terms beside the cross-entropy.
         weights: Fingerprint of the weights as loaded.
         undo_length: The length that the finished model states, in tokens, if the patch is for
             training alone; None if it stays.
-        distillation: The distillation of short rows from the original model, or None.
     """
 
     model: Any
@@ -61,14 +63,14 @@ class PreparedModel:
     row_length: int
     loss: str
     swaps: UndoLog
+    objective: Objective
     weights: str
     undo_length: int | None = None
-    distillation: Distillation | None = None
 
     def finish(self) -> Any:
         """Return the trained model as it is used: its own loss, LoRA merged, a lasting patch."""
         self.swaps.undo()
-        self.distillation = None  # the original model is not needed any more
+        self.objective.distillation = None  # the original model is not needed any more
         if is_lora(self.model):
             self.model = self.model.merge_and_unload()
         if self.undo_length is not None:
@@ -123,7 +125,8 @@ def prepare(settings: Settings) -> PreparedModel:
         distillation = _make_distillation(path, model, settings, load_options)
     if extension.lora_rank > 0:
         model = add_lora(model, settings)
-    loss, swaps = chunked_loss.install_loss(model, settings.loss, distillation)
+    objective = make_objective(settings, distillation)
+    loss, swaps = chunked_loss.install_loss(model, settings.loss, objective)
     return PreparedModel(
         model=model.train(),
         tokenizer=tokenizer,
@@ -133,9 +136,9 @@ def prepare(settings: Settings) -> PreparedModel:
         row_length=row_length,
         loss=loss,
         swaps=swaps,
+        objective=objective,
         weights=weights,
         undo_length=undo_length,
-        distillation=distillation,
     )
 
 
@@ -151,6 +154,12 @@ def _make_distillation(
     return Distillation(
         Teacher(original), objective.distillation_weight, objective.distillation_temperature
     )
+
+
+def make_objective(settings: Settings, distillation: Distillation | None = None) -> Objective:
+    """Return the terms that a recipe adds to the cross-entropy, and what takes its place."""
+    coefficient = settings.extension.z_loss
+    return Objective([ZLoss(coefficient)] if coefficient else [], distillation)
 
 
 def _require_document_masks(model: Any, settings: Settings) -> None:

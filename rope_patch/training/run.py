@@ -72,10 +72,9 @@ class TrainingRun:
         self.folder = Path(str(settings.training.output_dir))
         training = settings.training
         sharing = process_layout(accelerator)
-        self.copies_of_rows = accelerator.num_processes // sharing.reader_count
-        if (distillation := prepared.distillation) is not None:
+        if (distillation := prepared.objective.distillation) is not None:
             _require_distillation(accelerator)
-            distillation.place(accelerator)
+            distillation.place(accelerator, accelerator.num_processes // sharing.reader_count)
         self.context_parallel = sharing.context_parallel
         self._require_whole_sequences()
         batch = training.per_device_train_batch_size
@@ -122,7 +121,7 @@ class TrainingRun:
 
         def make_batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
             batch = collate(rows, has_gaps=has_gaps)
-            return batch if self.prepared.distillation is None else mark_distilled(batch)
+            return batch if self.prepared.objective.distillation is None else mark_distilled(batch)
 
         return DataLoader(
             self.rows,
@@ -140,27 +139,33 @@ class TrainingRun:
         Args:
             batch: The micro-batch; only the model's inputs are left in it.
         """
-        distillation = self.prepared.distillation
+        distillation = self.prepared.objective.distillation
         return contextlib.nullcontext() if distillation is None else distillation.reading(batch)
 
     def check_step(
-        self, step: int, loss: float, norm: float, rows: list[dict[str, Any]]
-    ) -> dict[str, float]:
+        self,
+        step: int,
+        loss: float,
+        terms: dict[str, float],
+        norm: float,
+        rows: list[dict[str, Any]],
+    ) -> None:
         """Check a step before it is taken; see `DivergenceGuard.check`.
 
-        Returns:
-            The numbers of the step's terms, to be logged.
+        Args:
+            step: The step's number, from 1.
+            loss: The loss over all processes.
+            terms: The loss's terms.
+            norm: The gradient norm over all processes.
+            rows: The `row` of each row that this process computed the loss from.
         """
-        distillation = self.prepared.distillation
-        if distillation is None:
-            self.guard.check(step, loss, norm, rows)
-            return {}
-        metrics = distillation.step_metrics(self.copies_of_rows)
         self.guard.require_finite(step, loss, norm, rows)
-        # The share of distilled rows moves the loss; steps are compared by that of other rows.
-        if "language_loss" in metrics:
-            self.guard.check(step, metrics["language_loss"], norm, rows)
-        return metrics
+        if self.prepared.objective.distillation is not None:
+            # A step's share of distilled rows moves its loss: other rows' losses are comparable.
+            if "language_loss" not in terms:
+                return
+            loss = terms["language_loss"]
+        self.guard.check(step, loss, norm, rows)
 
     def mark_consumed(self, rows: list[dict[str, Any]]) -> None:
         """Remember the state of the data after a step's rows."""

@@ -102,10 +102,11 @@ class LongContextTrainer(Trainer):
         ).item()
         self.micro_batch_losses, self.step_grad_norm = [], None
         rate = self._get_learning_rate()
-        self.step_metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
-        self.step_metrics |= self.run.check_step(
-            self.state.global_step + 1, loss, norm, self.step_rows
-        )
+        # Losses are divided by the targets of all processes, or by those of each.
+        reduction = "sum" if self.args.average_tokens_across_devices else "mean"
+        terms = self.run.prepared.objective.read(self.accelerator, reduction)
+        self.step_metrics = {"loss": loss, **terms, "grad_norm": norm, "learning_rate": rate}
+        self.run.check_step(self.state.global_step + 1, loss, terms, norm, self.step_rows)
         self.run.mark_consumed(self.step_rows)
 
     def _get_output_dir(self, trial: Any) -> str:

@@ -67,7 +67,7 @@ def test_batches_and_accumulated_gradients_are_averaged_over_tokens(tmp_path):
 def test_with_lora_the_original_model_computes_with_the_same_tensors(tmp_path):
     prepared = prepare(parsed(tmp_path, lora_rank=4))
     base = prepared.model.get_base_model()
-    teacher = prepared.distillation.teacher.model
+    teacher = prepared.objective.distillation.teacher.model
     trained = {p.data_ptr() for p in prepared.model.parameters() if p.requires_grad}
     here = {p.data_ptr() for p in base.parameters()}
     assert {p.data_ptr() for p in teacher.parameters()} <= here - trained
@@ -81,11 +81,11 @@ def test_with_lora_the_original_model_computes_with_the_same_tensors(tmp_path):
 
 def test_without_lora_the_original_model_has_tensors_of_its_own(tmp_path):
     prepared = prepare(parsed(tmp_path))
-    teacher = prepared.distillation.teacher.model
+    teacher = prepared.objective.distillation.teacher.model
     here = {p.data_ptr() for p in prepared.model.parameters()}
     assert here.isdisjoint(p.data_ptr() for p in teacher.parameters())
     assert {p.dtype for p in teacher.parameters()} == {torch.float32}
-    teacher = prepare(parsed(tmp_path, bf16=True)).distillation.teacher.model
+    teacher = prepare(parsed(tmp_path, bf16=True)).objective.distillation.teacher.model
     assert {p.dtype for p in teacher.parameters()} == {torch.bfloat16}
 
 
@@ -95,7 +95,7 @@ def test_the_original_model_of_a_saved_one_rotates_as_recorded(tmp_path):
     rope_patch.save(model, tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").symlink_to(ASSETS / "tiny-llama" / "tokenizer.json")
     changes = {"model": tmp_path / "model", "factor": 4}
-    teacher = prepare(parsed(tmp_path, **changes)).distillation.teacher.model
+    teacher = prepare(parsed(tmp_path, **changes)).objective.distillation.teacher.model
     ids = torch.arange(3, 300)[None]
     with torch.no_grad():
         got = teacher(ids, use_cache=False).logits

@@ -4,6 +4,9 @@ Logits are the largest tensor of a long training step: 65,536 tokens of a vocabu
 GB in float32, and their gradient as much. The head and the loss are therefore computed a few
 hundred tokens at a time. The decoder's forward stays transformers' own: in training the head
 returns its input, and a replaced loss function multiplies it by the head's weight.
+
+A recipe's terms beside the cross-entropy (`terms.py`) are computed from the same chunks of logits. If
+the model computes all logits, the terms are computed from chunks of those.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from torch import nn
 from torch.nn import functional
 
 from rope_patch.patching.undo_log import UndoLog
-from rope_patch.training.objective.chunks import widen
-from rope_patch.training.objective.distillation import Distillation
+from rope_patch.training.objective.chunk_sums import chunk_sums
 from rope_patch.training.objective.logit_transform import (
     LogitTransform,
     find_transform,
+    probe_loss,
     unchanged,
 )
+from rope_patch.training.objective.terms import IGNORED, Objective
 from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
@@ -33,47 +37,49 @@ _LossSum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tenso
 
 
 def install_loss(
-    model: nn.Module,
-    loss: str,
-    distillation: Distillation | None = None,
+    model: nn.Module, loss: str, objective: Objective | None = None
 ) -> tuple[str, UndoLog]:
-    """Make a causal language model compute its training loss in chunks.
+    """Make a causal language model compute its training loss in chunks, with a recipe's terms.
 
     Args:
         model: The model before accelerate wraps it; PEFT may wrap it already.
         loss: "full", "torch", "liger", or "auto": torch's, but "full" if this torch has none or
             the model changes its logits after the head (soft caps, scales).
-        distillation: Takes the place of the loss in distilled rows, in chunks with each of them.
+        objective: The terms beside the cross-entropy, which are recorded there; None for none.
 
     Returns:
         The loss in use, and the undo log of the changes to the model.
 
     Raises:
-        ValueError: The named loss is not available here, or the model's logits cannot be distilled.
+        ValueError: The named loss is not available here.
     """
     swaps = UndoLog()
-    if loss == "full" and distillation is None:
-        return loss, swaps
-    causal = unwrap_peft(model)
+    objective = Objective() if objective is None else objective
+    distillation = objective.distillation
+    causal = _unwrap_peft(model)
     head = causal.get_output_embeddings()
+    if loss == "full" and distillation is None:
+        _add_terms(swaps, causal, head, objective)
+        return loss, swaps
     inputs: list[torch.Tensor] = []
     swaps.set(head, "forward", _pass_hidden_states(head, inputs))
     transform = find_transform(causal, head)
     name = "torch" if loss == "auto" else loss
-    problem = None if name == "full" else _unavailable_reason(name)
+    problem = None if name == "full" else _unavailable_reason(name, objective)
     if problem is None and name != "full" and transform is not unchanged:
         problem = (
             f"{type(causal).__name__} does more with its logits behind its head than to compute "
             "transformers' loss, such as capping them, which chunks of tokens do not go through"
         )
-    if problem is not None and loss != "auto":
-        swaps.undo()
-        raise ValueError(f"loss: {loss} cannot be had: {problem}; expected loss: full")
     if problem is not None:
+        if loss != "auto":
+            swaps.undo()
+            raise ValueError(f"loss: {loss} cannot be had: {problem}; expected loss: full")
         logger.info("all logits are computed at once: %s", problem)
         name = "full"
         if distillation is None:
             swaps.undo()
+            _add_terms(swaps, causal, head, objective)
             return name, swaps
     if transform is None:
         swaps.undo()
@@ -84,15 +90,36 @@ def install_loss(
         )
     if distillation is not None:
         distillation.transform = transform
-    loss_sum = _full_loss_sum(transform) if name == "full" else _LOSS_SUMS[name]
-    loss_function = _chunked_loss_function(head, inputs, loss_sum, distillation)
+    total = _full_loss_sum(transform) if name == "full" else _LOSS_SUMS[name]
+    loss_function = _chunked_loss_function(
+        head, None if objective.terms else total, objective, inputs, transform
+    )
     swaps.set(causal, "_loss_function", loss_function)
     return name, swaps
 
 
+def _add_terms(swaps: UndoLog, causal: Any, head: nn.Module, objective: Objective) -> None:
+    """Make a model that computes all logits add the terms to its loss, if there are any.
+
+    Raises:
+        ValueError: The model does not call transformers' loss function.
+    """
+    if not objective.terms:
+        return
+    swaps.set(causal, "_loss_function", _chunked_loss_function(head, None, objective))
+    if not _logits_reach_loss(causal):
+        swaps.undo()
+        names = ", ".join(term.name for term in objective.terms)
+        raise ValueError(
+            f"{names} cannot be added: {type(causal).__name__} computes a loss of its own instead "
+            f"of transformers'; leave {names} out"
+        )
+
+
 def _full_loss_sum(transform: LogitTransform) -> _LossSum:
     def loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
-        logits = transform(widen(functional.linear(hidden, weight, bias)))
+        logits = functional.linear(hidden, weight, bias)
+        logits = transform(logits.to(torch.promote_types(logits.dtype, torch.float32)))
         return functional.cross_entropy(logits, targets, reduction="sum")
 
     return loss_sum
@@ -121,11 +148,14 @@ def _liger_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.
 _LOSS_SUMS: dict[str, _LossSum] = {"torch": _torch_loss_sum, "liger": _liger_loss_sum}
 
 
-def _unavailable_reason(name: str) -> str | None:
+def _unavailable_reason(name: str, objective: Objective) -> str | None:
     """Return why a loss is not available here, or None."""
-    if name == "torch" and not hasattr(functional, "linear_cross_entropy"):
+    names = ", ".join(term.name for term in objective.terms)
+    if name == "torch" and not names and not hasattr(functional, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no linear_cross_entropy"
     if name == "liger":
+        if names:
+            return f"Liger's kernel computes no {names} here, which loss: torch does"
         if not torch.cuda.is_available():
             return "Liger's kernels need a GPU"
         try:
@@ -135,7 +165,7 @@ def _unavailable_reason(name: str) -> str | None:
     return None
 
 
-def unwrap_peft(model: nn.Module) -> Any:
+def _unwrap_peft(model: nn.Module) -> Any:
     """Return the causal language model inside PEFT's wrapper, or the model itself."""
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()
@@ -158,49 +188,86 @@ def _pass_hidden_states(
 
 def _chunked_loss_function(
     head: nn.Module,
-    inputs: list[torch.Tensor],
-    total_loss: _LossSum,
-    distillation: Distillation | None,
+    total_loss: _LossSum | None,
+    objective: Objective,
+    inputs: list[torch.Tensor] | None = None,
+    transform: LogitTransform = unchanged,
 ) -> Callable[..., torch.Tensor]:
+    """Return a loss function in the form of transformers'.
+
+    Args:
+        head: The model's head.
+        total_loss: The sum of cross-entropies in training; None for chunks with the terms.
+        objective: The terms.
+        inputs: Where the head leaves its input in training; None if it computes logits.
+        transform: What the model does with its head's output.
+    """
+    whole = inputs is None
+
+    def language_sums(
+        rows: torch.Tensor, weight: Any, targets: torch.Tensor, bias: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses and terms of some tokens, and the terms' own."""
+        if total_loss is not None:
+            return total_loss(rows, weight, targets, bias), rows.new_zeros(0)
+        return chunk_sums(rows, weight, bias, targets, objective.terms, transform=transform)
+
     def loss_function(
         logits: torch.Tensor,
         labels: torch.Tensor | None,
         vocab_size: int,
         num_items_in_batch: Any = None,
-        ignore_index: int = -100,
+        ignore_index: int = IGNORED,
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        if not head.training:
-            logits = logits.float()
-            total: _LossSum = lambda rows, _w, targets, _b: functional.cross_entropy(  # noqa: E731
-                rows, targets, ignore_index=ignore_index, reduction="sum"
-            )
-        else:
-            total = total_loss
+        if head.training and inputs is not None:
             logits = inputs.pop()  # the model may have capped or scaled what it took for logits
         if shift_labels is None:
             assert labels is not None
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        shift_labels = shift_labels.to(logits.device)
-        hidden, targets = logits.flatten(0, -2), shift_labels.reshape(-1)
-        weight: Any = head.weight
-        bias = getattr(head, "bias", None)
-        device_type = hidden.device.type
-        if torch.is_autocast_enabled(device_type):
-            # Autocast does not know these functions, so cast here what it would cast.
-            dtype = torch.get_autocast_dtype(device_type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        with torch.autocast(device_type, enabled=False):
-            if distillation is not None and head.training:
-                rows = hidden.unflatten(0, shift_labels.shape)
-                summed = distillation.loss_sum(total, rows, weight, shift_labels, bias)
-            else:
-                summed = total(hidden, weight, targets, bias)
+        targets = shift_labels.reshape(-1).to(logits.device)
+        rows: torch.Tensor = logits.flatten(0, -2)
         count = num_items_in_batch
         if count is None:
             count = (targets != ignore_index).sum()
-        return summed / (count.to(summed.device) if torch.is_tensor(count) else count)
+        count = count.to(rows.device) if torch.is_tensor(count) else count
+        if not head.training:
+            return (
+                functional.cross_entropy(
+                    rows.float(), targets, ignore_index=ignore_index, reduction="sum"
+                )
+                / count
+            )
+        weight: Any = None if whole else head.weight
+        bias = None if whole else getattr(head, "bias", None)
+        device_type = rows.device.type
+        if torch.is_autocast_enabled(device_type) and not whole:
+            # Autocast does not know these functions, so cast here what it would cast.
+            dtype = torch.get_autocast_dtype(device_type)
+            rows, weight = rows.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        targets = targets.masked_fill(targets == ignore_index, IGNORED)
+        with torch.autocast(device_type, enabled=False):
+            if objective.distillation is None:
+                summed, shares = language_sums(rows, weight, targets, bias)
+            else:
+                summed, shares = objective.distillation.sums(
+                    language_sums,
+                    rows.unflatten(0, shift_labels.shape),
+                    weight,
+                    targets.view(shift_labels.shape),
+                    bias,
+                    objective.terms,
+                )
+        objective.record(shares / count)
+        return summed / count
 
     return loss_function
+
+
+def _logits_reach_loss(causal: Any) -> bool:
+    """Return whether the model calls its loss function, once, with logits."""
+    tensors: list[torch.Tensor] = []
+    probe_loss(causal, None, tensors.append)
+    return len(tensors) == 1

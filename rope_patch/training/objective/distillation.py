@@ -12,24 +12,25 @@ those of arXiv:1503.02531.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from rope_patch.training.objective.chunks import chunked_sum, widen
+from rope_patch.training.objective.chunk_sums import chunk_sums
 from rope_patch.training.objective.logit_transform import LogitTransform, unchanged
 from rope_patch.training.objective.teacher import Teacher
+from rope_patch.training.objective.terms import IGNORED, Chunk, Term
 
-IGNORED = -100  # label without a loss
+COPIES = 10  # of a chunk's logits in float32: both models', their softmaxes, products, gradients
 DISTILLED = "distilled"  # key of a batch: which rows are distilled, `[B]` bool
 
 
 def divergence(
     logits: torch.Tensor, original_logits: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return KL(original || trained), summed over tokens, times the temperature's square.
+    """Return KL(original || trained) of each token, `[n]`, times the temperature's square.
 
     The square keeps the size of the gradients.
 
@@ -40,8 +41,8 @@ def divergence(
     """
     trained = functional.log_softmax(logits / temperature, dim=-1)
     original = functional.log_softmax(original_logits / temperature, dim=-1)
-    each = functional.kl_div(trained, original, reduction="sum", log_target=True)
-    return each * temperature**2
+    each = functional.kl_div(trained, original, reduction="none", log_target=True)
+    return each.sum(-1) * temperature**2
 
 
 def mark_distilled(batch: dict[str, Any]) -> dict[str, Any]:
@@ -69,9 +70,14 @@ class Distillation:
         self._sums: list[torch.Tensor] = []  # of losses, divergences
         self._counts: list[torch.Tensor] = []  # of their tokens
 
-    def place(self, accelerator: Any) -> None:
-        """Move the original model to this process's device."""
-        self._accelerator = accelerator
+    def place(self, accelerator: Any, copies: int = 1) -> None:
+        """Move the original model to this process's device.
+
+        Args:
+            accelerator: accelerate's Accelerator.
+            copies: Processes that compute the same rows.
+        """
+        self._accelerator, self._copies = accelerator, copies
         device = accelerator.device
         self._sums = [torch.zeros((), device=device) for _ in range(2)]
         self._counts = [torch.zeros((), dtype=torch.long, device=device) for _ in range(2)]
@@ -97,47 +103,57 @@ class Distillation:
         finally:
             self._rows, self._original = [], None
 
-    def loss_sum(
+    def sums(
         self,
-        language_loss: Callable[..., torch.Tensor],
+        language_sums: Callable[..., tuple[torch.Tensor, torch.Tensor]],
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
         bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return a batch's sum of losses: the text's in most rows, divergences in distilled ones.
+        terms: Sequence[Term],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a batch's sum of losses, and that of each term.
 
         Args:
-            language_loss: Sum of the losses of `hidden` `[N, H]` and targets `[N]`; takes what
-                this function takes.
+            language_sums: The same of rows that are not distilled, given `hidden` `[N, H]`, weight,
+                targets `[N]` and bias.
             hidden: The head's inputs, `[B, S, H]`.
             weight: The head's weight, `[V, H]`.
             targets: The next tokens, `[B, S]`, or `IGNORED`.
             bias: The head's bias, or None.
+            terms: The terms beside cross-entropy or divergence.
         """
-        others = [row for row in range(len(hidden)) if row not in self._rows]
+        distilled = self._rows
+        others = [row for row in range(len(hidden)) if row not in distilled]
         parts = []
-        if others:
-            kept = slice(None) if not self._rows else others
-            kept_targets = targets[kept].flatten()
-            loss = language_loss(hidden[kept].flatten(0, 1), weight, kept_targets, bias)
-            self._add(0, loss, (kept_targets != IGNORED).sum())
-            parts.append(loss)
-        if self._rows:
-            # Only tokens with a target count: no padding, no borders of documents.
-            tokens = (targets[self._rows].flatten() != IGNORED).nonzero().squeeze(1)
-            summed = self._divergence(
-                hidden[self._rows].flatten(0, 1)[tokens], weight, bias, tokens
-            )
-            self._add(1, summed, tokens.new_tensor(len(tokens)))
-            parts.append(self.weight * summed)
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        for which, rows in enumerate((others, distilled)):
+            if not rows:
+                continue
+            here: Any = slice(None) if len(rows) == len(hidden) else rows
+            chosen, chosen_targets = hidden[here].flatten(0, 1), targets[here].flatten()
+            if which == 0:
+                total, shares = language_sums(chosen, weight, chosen_targets, bias)
+            else:
+                total, shares = chunk_sums(
+                    chosen,
+                    weight,
+                    bias,
+                    chosen_targets,
+                    terms,
+                    main=self._divergence_from(self._take_original(chosen.dtype)),
+                    transform=self.transform,
+                    copies=COPIES,
+                )
+            self._sums[which] += total.detach() - shares.sum()
+            self._counts[which] += (chosen_targets != IGNORED).sum()
+            parts.append((total, shares))
+        if len(parts) == 1:
+            return parts[0]
+        (total, shares), (other_total, other_shares) = parts
+        return total + other_total, shares + other_shares
 
-    def step_metrics(self, copies: int = 1) -> dict[str, float]:
+    def step_metrics(self) -> dict[str, float]:
         """Return the means over a step's tokens on all processes, and start the next step.
-
-        Args:
-            copies: Processes that compute the same rows.
 
         Returns:
             `language_loss` of the rows that are not distilled and `distillation_loss` of those
@@ -149,33 +165,30 @@ class Distillation:
         )
         for value in (*self._sums, *self._counts):
             value.zero_()
+        sums[1] /= self.weight
         names = ("language_loss", "distillation_loss")
         means = {n: s / c for n, s, c in zip(names, sums, counts, strict=True) if c}
-        return {**means, "distillation_tokens": counts[1] // copies}
+        return {**means, "distillation_tokens": counts[1] // self._copies}
 
-    def _divergence(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        tokens: torch.Tensor,
-    ) -> torch.Tensor:
+    def _take_original(self, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Any]:
+        """Return the original model's hidden states `[N, H]`, and its head's weight and bias."""
         assert self._original is not None
-        original = self._original.flatten(0, 1)[tokens].to(hidden.dtype)
-        self._original = None
-        original_weight, original_bias = self.teacher.head_weights(hidden.dtype)
+        original, self._original = self._original.flatten(0, 1).to(dtype), None
+        return (original, *self.teacher.head_weights(dtype))
 
-        def term(logits: torch.Tensor, chunk: slice) -> torch.Tensor:
-            target = functional.linear(original[chunk], original_weight, original_bias)
-            return divergence(
-                self.transform(logits), self.transform(widen(target)), self.temperature
-            )
+    def _divergence_from(
+        self, original: tuple[torch.Tensor, Any, Any]
+    ) -> Callable[[Chunk], torch.Tensor]:
+        hidden, weight, bias = original
 
-        return chunked_sum(term, hidden, weight, bias)
+        def total(chunk: Chunk) -> torch.Tensor:
+            with torch.no_grad():
+                logits = functional.linear(hidden[chunk.rows], weight, bias)
+                logits = self.transform(logits.to(chunk.logits.dtype))
+            each = divergence(chunk.logits, logits, self.temperature)
+            return self.weight * chunk.sum_counted(each)
 
-    def _add(self, which: int, loss: torch.Tensor, count: torch.Tensor) -> None:
-        self._sums[which] += loss.detach()
-        self._counts[which] += count
+        return total
 
     def _any_process_reads(self, device: torch.device) -> bool:
         """Return whether a process has distilled rows, if the original model is sharded."""

@@ -27,7 +27,12 @@ def find_transform(causal: Any, head: nn.Module) -> LogitTransform | None:
         causal: The causal language model.
         head: Its head, whose forward returns its input while it is in training mode.
     """
-    tensors = _probe(causal, head)
+    tensors: list[torch.Tensor] = []
+    hook = head.register_forward_hook(lambda _, __, output: tensors.append(output))
+    try:
+        probe_loss(causal, head, tensors.append)
+    finally:
+        hook.remove()
     if len(tensors) == 2:
         for transform in _candidates(causal.config.get_text_config(decoder=True)):
             if torch.equal(transform(tensors[0]), tensors[1]):
@@ -51,21 +56,26 @@ def _candidates(config: Any) -> Iterator[LogitTransform]:
 
 
 @torch.no_grad()
-def _probe(causal: Any, head: nn.Module) -> list[torch.Tensor]:
-    """Return the head's input and what reaches the loss function of it."""
+def probe_loss(
+    causal: Any, head: nn.Module | None, observe: Callable[[torch.Tensor], None]
+) -> None:
+    """Call a model on eight tokens, with a loss function that only observes its logits.
+
+    Args:
+        causal: The causal language model.
+        head: The module to put into training mode, if any.
+        observe: Called with what the loss function gets.
+    """
     ids = torch.ones(1, 8, dtype=torch.long, device=causal.get_input_embeddings().weight.device)
-    tensors: list[torch.Tensor] = []
-    hook = head.register_forward_hook(lambda _, __, output: tensors.append(output))
     modes = [(module, module.training) for module in causal.modules()]
     swaps = UndoLog()
-    swaps.set(causal, "_loss_function", lambda logits, *_, **__: tensors.append(logits))
+    swaps.set(causal, "_loss_function", lambda logits, *_, **__: observe(logits))
     try:
         causal.eval()
-        head.train()
+        if head is not None:
+            head.train()
         causal(input_ids=ids, labels=ids, use_cache=False)
-        return tensors
     finally:
         swaps.undo()
-        hook.remove()
         for module, training in modes:
             module.training = training

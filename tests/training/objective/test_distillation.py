@@ -10,10 +10,12 @@ from torch.nn import functional
 from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, GraniteForCausalLM
 
 import rope_patch
-from rope_patch.training.objective import chunked_loss, chunks
+from rope_patch.training.objective import chunk_sums, chunked_loss
 from rope_patch.training.objective.distillation import Distillation, divergence
 from rope_patch.training.objective.logit_transform import find_transform
 from rope_patch.training.objective.teacher import Teacher
+from rope_patch.training.objective.terms import Objective
+from rope_patch.training.objective.z_loss import ZLoss
 from rope_patch.utils.errors import Refused
 
 LENGTH, SHORT = 50, 20
@@ -81,7 +83,7 @@ def batch(distilled=(False, True, True)):
     return inputs | {"distilled": torch.tensor(distilled)}
 
 
-def reference_loss(student, original, inputs, count):
+def reference_loss(student, original, inputs, count, z_loss=0.0):
     """Return the loss from all logits: cross-entropy, and in distilled rows the divergence."""
     reads = {name: inputs[name] for name in ("input_ids", "position_ids")}
     logits = student(**reads, use_cache=False).logits[:, :-1]
@@ -91,34 +93,37 @@ def reference_loss(student, original, inputs, count):
     language, distilled = [], []
     for row, is_distilled in enumerate(inputs["distilled"]):
         for token in (targets[row] != -100).nonzero().flatten():
+            total = total + z_loss * logits[row, token].logsumexp(0) ** 2
             if is_distilled:
                 p = functional.softmax(original_logits[row, token] / TEMPERATURE, dim=0)
                 q = functional.softmax(logits[row, token] / TEMPERATURE, dim=0)
                 distilled.append((p * (p.log() - q.log())).sum() * TEMPERATURE**2)
             else:
                 language.append(-logits[row, token].log_softmax(0)[targets[row, token]])
-    total = sum(language) + WEIGHT * sum(distilled)
+    total = total + sum(language) + WEIGHT * sum(distilled)
     return total / count, language, distilled
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("loss", ["full", "torch"])
 @pytest.mark.parametrize("name", [*FAMILIES, "tied llama", "cohere", "granite"])
-def test_losses_and_gradients_equal_those_of_all_logits(name, loss, monkeypatch):
+def test_losses_and_gradients_equal_those_of_all_logits(name, loss, z_loss, monkeypatch):
     changes_logits = name in ("gemma2", "cohere", "granite")
     if loss == "torch" and (changes_logits or not hasattr(functional, "linear_cross_entropy")):
         pytest.skip("logits are changed behind the head, or this torch has no loss in chunks")
-    monkeypatch.setattr(chunks, "CHUNK_NUMBERS", 128 * 13)  # 13 tokens a chunk
+    monkeypatch.setattr(chunk_sums, "chunk_length", lambda *_: 13)  # tokens
     original = make(name).eval()
     student = copy.deepcopy(original).train()
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     expected_student, inputs = copy.deepcopy(student), batch()
-    expected, language, distilled = reference_loss(expected_student, original, inputs, 123)
+    expected, language, distilled = reference_loss(expected_student, original, inputs, 123, z_loss)
     expected.backward()
 
     distillation = distilling(copy.deepcopy(original))
-    assert chunked_loss.install_loss(student, loss, distillation)[0] == loss
+    objective = Objective([ZLoss(z_loss)] if z_loss else [], distillation)
+    assert chunked_loss.install_loss(student, loss, objective)[0] == loss
     with distillation.reading(inputs):
         got = student(**inputs, num_items_in_batch=123, use_cache=False).loss
     got.backward()
@@ -140,7 +145,7 @@ def test_batches_of_one_kind_of_rows(distilled):
     original, inputs = make("llama").eval(), batch(distilled)
     student = copy.deepcopy(original).train()
     distillation = distilling(copy.deepcopy(original))
-    chunked_loss.install_loss(student, "full", distillation)
+    chunked_loss.install_loss(student, "full", Objective([], distillation))
     expected, *_ = reference_loss(copy.deepcopy(original), original, inputs, 50)
     with distillation.reading(inputs):
         got = student(**inputs, num_items_in_batch=50, use_cache=False).loss
@@ -158,7 +163,7 @@ def test_a_patched_model_is_distilled_from_the_rotation_it_had():
     student = copy.deepcopy(original).train()
     rope_patch.patch(student, "yarn", factor=4)
     distillation = distilling(copy.deepcopy(original))
-    chunked_loss.install_loss(student, "full", distillation)
+    chunked_loss.install_loss(student, "full", Objective([], distillation))
     inputs = batch((True, True))
     with distillation.reading(inputs):
         loss = student(**inputs, num_items_in_batch=1, use_cache=False).loss
@@ -182,10 +187,10 @@ def test_the_original_model_reads_each_document_alone():
 
 def test_the_divergence_is_0_for_equal_logits_and_that_of_torch_for_others():
     one, other = torch.randn(2, 7, 11, generator=torch.Generator().manual_seed(0)).double()
-    assert divergence(one, one) == 0
+    assert not divergence(one, one).any()
     p, q = (torch.distributions.Categorical(logits=x / TEMPERATURE) for x in (other, one))
     expected = torch.distributions.kl_divergence(p, q).sum() * TEMPERATURE**2
-    torch.testing.assert_close(divergence(one, other, TEMPERATURE), expected)
+    torch.testing.assert_close(divergence(one, other, TEMPERATURE).sum(), expected)
 
 
 def test_in_bfloat16_the_divergence_is_computed_in_float32():
@@ -196,7 +201,7 @@ def test_in_bfloat16_the_divergence_is_computed_in_float32():
     for dtype in (torch.float32, torch.bfloat16):
         distillation = distilling(copy.deepcopy(original).to(dtype))
         model, inputs = copy.deepcopy(student), batch((True, True))
-        chunked_loss.install_loss(model, "full", distillation)
+        chunked_loss.install_loss(model, "full", Objective([], distillation))
         enabled = dtype == torch.bfloat16
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled), distillation.reading(inputs):
             loss = model(**inputs, num_items_in_batch=1, use_cache=False).loss
@@ -217,7 +222,7 @@ def test_a_model_that_does_something_else_with_its_logits_is_refused():
     model.forward = forward
     assert find_transform(model, model.get_output_embeddings()) is None
     with pytest.raises(Refused, match=r"cap or to scale them.*leave distillation_weight out"):
-        chunked_loss.install_loss(model, "full", distilling(make("llama")))
+        chunked_loss.install_loss(model, "full", Objective([], distilling(make("llama"))))
     assert "forward" not in vars(model.get_output_embeddings())
 
 
