@@ -158,7 +158,8 @@ def test_a_loss_that_is_mostly_divergence_does_not_stop_the_run(recipe, tmp_path
 
 def test_identities_name_the_weight_only_if_there_is_one(tmp_path):
     run("loop", tmp_path / "plain", max_steps=1, save_strategy="no")
-    run("loop", tmp_path / "distilled", max_steps=1, **DISTILLED)
+    changes = DISTILLED | {"distillation_temperature": 2, "max_steps": 1}
+    run("loop", tmp_path / "distilled", **changes)
     for name, expected in (("plain", set()), ("distilled", {"weight", "temperature"})):
         identity = json.loads((tmp_path / name / FILE).read_text())["identity"]
         assert {key.partition("_")[2] for key in identity if "distillation" in key} == expected
