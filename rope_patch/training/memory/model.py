@@ -386,7 +386,7 @@ class _StepMemory:
         return weight + logits, held_bytes
 
     def loss_with_terms(self) -> tuple[int, int]:
-        """Return the same for a loss with terms, whose gradients `chunk_sums.py` computes forward."""
+        """Return the same for a loss with terms, whose gradients are computed in the forward."""
         s, c, rows, whole = self.shape, self.compute_size, self.tokens, self.setup.loss == "full"
         weight = s.embedding_weights * c * self.autocast
         of_weight = s.embedding_weights * 4 if self.head_gradient and not whole else 0

@@ -54,7 +54,7 @@ def chunk_sums(
         A scalar with a gradient to the first three, and the sums `[terms]` without.
     """
     functions = (main, *(term.total for term in terms))
-    return _ChunkSums.apply(rows, weight, bias, targets, functions, transform, copies)  # type: ignore[no-any-return]
+    return _ChunkSums.apply(rows, weight, bias, targets, functions, transform, copies)
 
 
 class _ChunkSums(torch.autograd.Function):

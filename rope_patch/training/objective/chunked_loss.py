@@ -5,8 +5,8 @@ GB in float32, and their gradient as much. The head and the loss are therefore c
 hundred tokens at a time. The decoder's forward stays transformers' own: in training the head
 returns its input, and a replaced loss function multiplies it by the head's weight.
 
-A recipe's terms beside the cross-entropy (`terms.py`) are computed from the same chunks of logits. If
-the model computes all logits, the terms are computed from chunks of those.
+A recipe's terms beside the cross-entropy (`terms.py`) are computed from the same chunks of logits.
+If the model computes all logits, the terms are computed from chunks of those.
 """
 
 from __future__ import annotations
