@@ -17,6 +17,7 @@ from typing import Any
 
 from rope_patch.training.memory.model_shape import ModelShape, model_shape
 from rope_patch.training.memory.setup import TrainingSetup
+from rope_patch.training.memory.teacher import distillation_bytes, teacher_bytes
 from rope_patch.training.objective.chunk_sums import COPIES, chunk_length
 
 RESERVE = 0.08  # of a device's memory: CUDA's context, NCCL's buffers, fragmentation
@@ -36,7 +37,9 @@ class MemoryNeed:
         logits: The loss with its logits and gradients.
         workspace: Temporaries of one layer: its recomputation and backward pass, its cast or
             gathered weights, masks.
-        moment: The moment of the peak: loss, last layer, first layer, embeddings or optimizer.
+        moment: The moment of the peak: loss, distillation, last layer, first layer, embeddings or
+            optimizer.
+        teacher: Weights of the original model that short rows are distilled from.
     """
 
     parameters: int
@@ -46,6 +49,7 @@ class MemoryNeed:
     logits: int
     workspace: int
     moment: str = ""
+    teacher: int = 0
 
     @property
     def total(self) -> int:
@@ -53,8 +57,10 @@ class MemoryNeed:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes by part."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "moment"}
+        """Return the bytes by part; those of the original model only if it is there."""
+        names = (f.name for f in fields(self) if f.name != "moment")
+        sizes = {name: getattr(self, name) for name in names}
+        return {name: size for name, size in sizes.items() if size or name != "teacher"}
 
 
 def memory_need(config: Any, *, length: int, **setup_fields: Any) -> MemoryNeed:
@@ -178,7 +184,21 @@ class _StepMemory:
             // self.weight_size
             * (self.compute_size if self.setup.shards > 1 else self.weight_size)
         )
+        distillation = []
+        if self.setup.distils:
+            original_forward, original_backward = distillation_bytes(
+                self.shape,
+                self.setup,
+                tokens=self.tokens,
+                trains_head=self.head_gradient > 0,
+                autocast=self.autocast,
+            )
+            distillation = [
+                self.moment_need("distillation", 0, loss, original_forward, cached + mask),
+                self.moment_need("distillation", 0, loss, original_backward, casts + mask),
+            ]
         return [
+            *distillation,
             self.moment_need("loss", 0, loss, forward, cached + mask),
             self.moment_need("loss", 0, loss, backward, casts + mask),
             self.moment_need(
@@ -234,6 +254,7 @@ class _StepMemory:
             logits=logits,
             workspace=work,
             moment=moment,
+            teacher=teacher_bytes(self.shape, setup),
         )
 
     def fsdp_gathered(self, moment: str) -> int:
@@ -246,7 +267,7 @@ class _StepMemory:
         # Head and embeddings stay gathered during a step.
         gathered_bytes += s.embedding_weights * (1 if s.tied else 2) * c
         head, layer = self.head_gradient // self.weight_size * c, s.matrix_weights_per_layer * c
-        if moment == "loss":
+        if moment in ("loss", "distillation"):
             return gathered_bytes + 2 * layer  # the current layer and the prefetched one
         if moment == "embeddings":
             root = self.embedding_gradient // self.weight_size * c + (

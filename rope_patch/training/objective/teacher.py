@@ -98,12 +98,16 @@ def load_teacher(
     with torch.random.fork_rng(devices=[]):  # the run's random numbers are those without a teacher
         model = (read_model if read_sidecar(path) is None else load)(path, **load_options)
     if shares_weights:
-        originals = dict(student.named_parameters(remove_duplicate=False))
-        for name, _ in list(model.named_parameters(remove_duplicate=False)):
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, originals[name])
+        share_weights(model, dict(student.named_parameters(remove_duplicate=False)))
     model.config.use_cache = False
     return model
+
+
+def share_weights(model: nn.Module, originals: dict[str, nn.Parameter]) -> None:
+    """Replace a model's parameters by given ones of the same names, tied ones included."""
+    for name, _ in list(model.named_parameters(remove_duplicate=False)):
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, originals[name])
 
 
 def _whole(tensor: Any, dtype: torch.dtype) -> Any:
