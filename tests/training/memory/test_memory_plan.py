@@ -136,7 +136,6 @@ def test_no_row_fits_if_the_weights_do_not():
     ("less", "more"),
     [
         ({}, {"checkpointing": False}),
-        ({}, {"distils": True}),
         ({"distils": True}, {"distils": True, "teacher_dtype": torch.bfloat16}),
         (
             {"distils": True, "teacher_dtype": torch.bfloat16, "shards": 8},
