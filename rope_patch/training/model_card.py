@@ -65,7 +65,8 @@ library_name: transformers
 {training.warmup_steps:g} warm-up steps |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
-{_distillation_row(settings.objective)}| loss | {_loss_summary(log, extension.z_loss)} |
+{_packing_row(run)}{_distillation_row(settings.objective)}\
+| loss | {_loss_summary(log, extension.z_loss)} |
 {_scores_section(run.folder)}
 {_loading_snippet(folder)}
 
@@ -81,6 +82,11 @@ def _distillation_row(objective: ObjectiveArguments) -> str:
         "| short rows | distilled from the original model: weight "
         f"{objective.distillation_weight:g}, temperature {objective.distillation_temperature:g} |\n"
     )
+
+
+def _packing_row(run: Any) -> str:
+    summary = run.packing_summary()
+    return f"| rows | {summary} |\n" if summary else ""
 
 
 def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:

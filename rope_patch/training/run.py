@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
@@ -31,6 +31,7 @@ from rope_patch.training.monitor import DivergenceGuard, TrainingProgress
 from rope_patch.training.needle_callback import drop_scores
 from rope_patch.training.objective.distillation import mark_distilled
 from rope_patch.training.precision import mixed_precision
+from rope_patch.training.process_layout import process_layout
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused
@@ -87,6 +88,7 @@ class TrainingRun:
             row_length=prepared.row_length,
             trained_length=prepared.trained_length,
             target_length=prepared.target_length,
+            follows_length=prepared.follows_length,
             seed=training.data_seed or training.seed,
             batch=batch,
             rank=sharing.reader_index,
@@ -215,6 +217,8 @@ class TrainingRun:
                 source,
                 *(f"{source_counts[k]:,}" for k in _LOGGED_COUNTS),
             )
+        if summary := self.packing_summary():
+            logger.info("packed into rows (%s): %s", self.settings.data.packing, summary)
         target = self.folder / checkpoints.MODEL
         if weights is not None:  # rebuild the unsharded model
             # Only this process builds it, so probing a chunked loss would wait for the others.
@@ -241,6 +245,17 @@ class TrainingRun:
             write_card(self, target)
         logger.info("the model is in %s", target)
         return target
+
+    def packing_summary(self) -> str:
+        """Return how many documents were cut and how much of the rows is padding, if any was."""
+        counts = self._data_state.get("row_yield", {})
+        if not counts.get("documents"):
+            return ""
+        padding = counts["padding"] / (counts["tokens"] + counts["padding"])
+        return (
+            f"{counts['cut'] / counts['documents']:.2%} of {counts['documents']:,} documents cut, "
+            f"{padding:.2%} padding"
+        )
 
     def _require_same_run(self, resume: Path | None) -> None:
         """Raise if the folder holds another run; else write this run's identity."""
@@ -278,8 +293,7 @@ class TrainingRun:
                 "share rows each has a part of them: expected whole rows, as with FSDP, or a "
                 "method that changes frequencies alone, such as yarn"
             )
-        follows = handle is not None and handle.method.is_length_dependent(handle.trained_length)
-        if follows and getattr(parallelism, "sp_enabled", False):
+        if self.prepared.follows_length and getattr(parallelism, "sp_enabled", False):
             assert handle is not None
             raise ValueError(
                 f"{handle.method} rotates each row by its length, of which DeepSpeed's sequence "
@@ -371,36 +385,3 @@ def keep_loss_exact(accelerator: Any) -> None:
 def _is_sharded(model: Any) -> bool:
     """Return whether no process holds all weights."""
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
-
-
-class ProcessLayout(NamedTuple):
-    """Distribution of the work over processes.
-
-    Attributes:
-        context_parallel: Processes that hold parts of the same rows.
-        reader_index: Index of this process among those that read different rows.
-        reader_count: Number of processes that read different rows.
-        replicas: Rows in training at once, per row in a batch.
-    """
-
-    context_parallel: int
-    reader_index: int
-    reader_count: int
-    replicas: int
-
-
-def process_layout(accelerator: Any) -> ProcessLayout:
-    """Return how accelerate's processes share the work.
-
-    Under DeepSpeed's sequence parallelism each process reads different rows, which are split over
-    the processes one after the other.
-    """
-    sizes = getattr(accelerator, "parallelism_config", None)
-    processes_per_row = 1 if sizes is None else sizes.cp_size * sizes.tp_size
-    readers = accelerator.num_processes // processes_per_row
-    return ProcessLayout(
-        context_parallel=1 if sizes is None else sizes.cp_size,
-        reader_index=accelerator.process_index // processes_per_row,
-        reader_count=readers,
-        replicas=readers // getattr(sizes, "sp_size", 1),
-    )

@@ -45,6 +45,12 @@ VARIANTS = {
         "short_share": 0.5,
     },
     "distilled": {"lora_rank": 4, "short_share": 0.5, "distillation_weight": 1.0},
+    "best_fit": {
+        "method": "mixed-yarn",
+        "packing": "best_fit",
+        "packing_window": 5,  # of the 24 rows: the checkpoints are within windows
+        "short_share": 0.25,
+    },
 }
 
 

@@ -182,13 +182,6 @@ class _StepMemory:
             + own_gradients
             - (0 if self.tied_gradient_waits else self.embedding_gradient)
         )
-        forward, backward = loss_bytes(
-            self.shape,
-            self.setup,
-            tokens=self.tokens,
-            trains_head=self.head_gradient > 0,
-            autocast=self.autocast,
-        )
         loss = activations + self.final_norm()
         mask = self.mask()
         layer_casts = matrices if checkpointed else 0
@@ -198,23 +191,22 @@ class _StepMemory:
             // self.weight_size
             * (self.compute_size if self.setup.shards > 1 else self.weight_size)
         )
-        distillation = []
-        if self.setup.distils:
-            original_forward, original_backward = distillation_bytes(
+        losses = []
+        distillation = [("distillation", distillation_bytes)] if self.setup.distils else []
+        for moment, bytes_of in (("loss", loss_bytes), *distillation):
+            forward, backward = bytes_of(
                 self.shape,
                 self.setup,
                 tokens=self.tokens,
                 trains_head=self.head_gradient > 0,
                 autocast=self.autocast,
             )
-            distillation = [
-                self.moment_need("distillation", 0, loss, original_forward, cached + mask),
-                self.moment_need("distillation", 0, loss, original_backward, casts + mask),
+            losses += [
+                self.moment_need(moment, 0, loss, forward, cached + mask),
+                self.moment_need(moment, 0, loss, backward, casts + mask),
             ]
         return [
-            *distillation,
-            self.moment_need("loss", 0, loss, forward, cached + mask),
-            self.moment_need("loss", 0, loss, backward, casts + mask),
+            *losses,
             self.moment_need(
                 "last layer",
                 self.head_gradient + own_gradients,

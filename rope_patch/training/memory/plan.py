@@ -163,6 +163,7 @@ def to_dict(settings: Any, environment: Mapping[str, str] | None = None) -> dict
         "tokens_per_step": rows * length,
         "tokens": steps * rows * length,
         "reserve": RESERVE,
+        "packing_window": settings.data.window_bytes(length),
         "longest": {
             spread: {
                 name: longest_row(config, size, **vars(replace(setup, **split)))
@@ -195,6 +196,8 @@ def format_plan(
     lines += [f"  {name:<12}{format_gib(size):>14}" for name, size in numbers["need"].items()]
     if numbers["host"]:
         lines.append(f"  {'in CPU memory':<14}{format_gib(numbers['host']):>12} per device")
+    if window := numbers["packing_window"]:
+        lines += ["", f"documents of a packing window, in each process: {format_gib(window)}"]
     seconds = numbers["seconds_per_step"]["H100"]
     lines += [
         "",
@@ -285,7 +288,7 @@ def _training_setup(
         checkpointing=bool(training.gradient_checkpointing),
         offload_activations=extension.offload_activations,
         attention=extension.attention,
-        packed_masks=data.packing == "masked" or data.short_share > 0,
+        packed_masks=data.needs_masks,
         shards=max(1, world // sizes["DP_REPLICATE"]) if is_sharded else 1,
         context_parallel=sizes["CP"] * sizes["SP"],
         context_kind="ulysses" if sizes["SP"] > 1 else "ring" if passes else "allgather",
