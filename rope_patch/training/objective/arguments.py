@@ -35,6 +35,14 @@ def check_objective(arguments: ObjectiveArguments, settings: Any) -> None:
     Raises:
         ValueError: A value does not fit; says what does.
     """
+    z_loss, training = settings.extension.z_loss, settings.training
+    if not (z_loss >= 0 and math.isfinite(z_loss)):
+        raise ValueError(f"z_loss must be 0 or above, got {z_loss}")
+    if z_loss and training.label_smoothing_factor:
+        raise ValueError(
+            "label_smoothing_factor makes the Trainer compute the loss, which has no z_loss then: "
+            "expected one of the two"
+        )
     weight, temperature = arguments.distillation_weight, arguments.distillation_temperature
     if not (weight >= 0 and math.isfinite(weight)):
         raise ValueError(
@@ -52,7 +60,6 @@ def check_objective(arguments: ObjectiveArguments, settings: Any) -> None:
             "distillation_weight trains short rows to predict as the original model does: expected "
             f"short rows, such as short_share: 0.25, got short_share {share:g}"
         )
-    training = settings.training
     for key, off in (("label_smoothing_factor", 0.0), ("torch_compile", False)):
         if (value := getattr(training, key)) != off:
             raise Refused(f"{key}: {value} does not go with distillation_weight: leave one out")
