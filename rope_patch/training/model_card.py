@@ -65,7 +65,9 @@ library_name: transformers
 {training.warmup_steps:g} warm-up steps |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
-{_packing_row(run)}{_distillation_row(settings.objective)}\
+{_row("rows", run.packing_summary())}\
+{_row("filter", run.filter_summary())}\
+{_row("short rows", _distillation_summary(settings.objective))}\
 | loss | {_loss_summary(log, extension.z_loss)} |
 {_scores_section(run.folder)}
 {_loading_snippet(folder)}
@@ -75,18 +77,17 @@ Made by `{shlex.join(["rope-patch", "finetune", "--config", "recipe.yaml"])}` wi
 """
 
 
-def _distillation_row(objective: ObjectiveArguments) -> str:
+def _distillation_summary(objective: ObjectiveArguments) -> str:
     if not objective.distillation_weight:
         return ""
     return (
-        "| short rows | distilled from the original model: weight "
-        f"{objective.distillation_weight:g}, temperature {objective.distillation_temperature:g} |\n"
+        f"distilled from the original model: weight {objective.distillation_weight:g}, "
+        f"temperature {objective.distillation_temperature:g}"
     )
 
 
-def _packing_row(run: Any) -> str:
-    summary = run.packing_summary()
-    return f"| rows | {summary} |\n" if summary else ""
+def _row(name: str, summary: str) -> str:
+    return f"| {name} | {summary} |\n" if summary else ""
 
 
 def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:
