@@ -66,6 +66,7 @@ library_name: transformers
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
 {_row("rows", run.packing_summary())}\
 {_row("filter", run.filter_summary())}\
+{_row("aggregation tasks", run.aggregation_summary())}\
 | loss | {_loss_summary(log, extension.z_loss)} |
 {_scores_section(run.folder)}
 {_loading_snippet(folder)}

@@ -69,6 +69,13 @@ KINDS = {
         "short_share": 0.5,
     },
     "best fit": {"packing": "best_fit", "packing_window": 5},
+    "woven": {
+        "train_length": 512,
+        "packing": "best_fit",
+        "packing_window": 3,
+        "compression_ratio": [0.3, 0.9],
+        "aggregation_share": 1.0,
+    },
 }
 RECIPES = ["finetune", "loop"]
 MODES = ["data parallel", "FSDP2", "context parallel"]
@@ -86,7 +93,7 @@ def jobs_of(mode):
         return {kind: ("finetune", kind, changes, None) for kind, changes in KINDS.items()}
     kinds = ["full", "lora"]
     kinds += {
-        "data parallel": ["masked", "best fit"],
+        "data parallel": ["masked", "best fit", "woven"],
         "FSDP2": ["bfloat16"],
         "context parallel": ["following"],
     }[mode]
