@@ -62,6 +62,8 @@ _DEFAULTS_OF_NEW_KEYS = {
     "z_loss": 0.0,
     "decay_embeddings": True,
     "start": "auto",
+    "distillation_weight": 0.0,
+    "distillation_temperature": 1.0,
     "carry_optimizer": False,
 }
 _ROTATION = (
