@@ -59,6 +59,8 @@ def facts_table(run: Any) -> str:
         if not extension.lora_rank
         else f"LoRA of rank {extension.lora_rank}; in full: {', '.join(extension.lora_trains)}"
     )
+    summaries = run.data_summaries().items()
+    data_rows = "".join(f"| {name} | {text} |\n" for name, text in summaries)
     return f"""| | |
 |:--|:--|
 | method | {method} |
@@ -71,9 +73,7 @@ def facts_table(run: Any) -> str:
 {training.warmup_steps:g} warm-up steps |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
-{_row("rows", run.packing_summary())}\
-{_row("filter", run.filter_summary())}\
-{_row("aggregation tasks", run.aggregation_summary())}\
+{data_rows}\
 | loss | {_loss_summary(read_log(run.folder), extension.z_loss)} |"""
 
 
@@ -103,10 +103,6 @@ def _stages_section(run: Any) -> str:
         + "; its rotation was computed from the original model."
     )
     return "\n\n".join([note, *sections])
-
-
-def _row(name: str, summary: str) -> str:
-    return f"| {name} | {summary} |\n" if summary else ""
 
 
 def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:
