@@ -50,6 +50,13 @@ def tokenize(document: DocumentRef, tokenizer: Any, text_column: str) -> Tokeniz
     return TokenizedDocument(document.location, ids, ids if labels is None else labels)
 
 
+def document_text(loaded: str | dict[str, Any], column: str) -> str | None:
+    """Return the text of what a reference loaded; None of a record that has tokens instead."""
+    if isinstance(loaded, str):
+        return loaded
+    return None if loaded.get("input_ids") is not None else loaded[column]
+
+
 def _record_text(record: dict[str, Any], column: str, location: str) -> str:
     text = record[columns_to_read([n for n in record if n != "input_ids"], column, location)[0]]
     if not isinstance(text, str):

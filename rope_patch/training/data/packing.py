@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import asdict
 from fractions import Fraction
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -239,10 +238,9 @@ class PackedRows(IterableDataset):
     def _make_sources(self) -> dict[str, list[_DocumentSource]]:
         a = self._arguments
         sources: dict[str, list[_DocumentSource]] = {"long": [], "short": []}
-        encoded = partial(tokenize, tokenizer=self._tokenizer, text_column=a.text_column)
         for (kind, name), readers in self._readers.items():
             seed = f"{self._seed} {kind} {len(sources[kind])}"
-            source = _DocumentSource(name, readers, encoded, a.shuffle_window, seed)
+            source = _DocumentSource(name, readers, self._encode, a.shuffle_window, seed)
             source.quiet = self._rank > 0
             if kind == "long":
                 single = a.packing == "single"
@@ -254,6 +252,9 @@ class PackedRows(IterableDataset):
                 source.state.update(self._state[kind][len(sources[kind])])
             sources[kind].append(source)
         return sources
+
+    def _encode(self, document: DocumentRef) -> TokenizedDocument:
+        return tokenize(document, self._tokenizer, self._arguments.text_column)
 
     def _make_row(self, index: int, sources: dict[str, list[_DocumentSource]]) -> dict[str, Any]:
         a, share = self._arguments, self._short_share

@@ -225,6 +225,23 @@ def _row_length(settings: Any, config: Any) -> int:
     return next(iter(read_geometries(text, extension.trained_length).values())).trained_length
 
 
+def lengths(settings: Any) -> tuple[int, int, int]:
+    """Return a recipe's trained length, target length and row length in tokens.
+
+    Raises:
+        ValueError: The recipe does not fit the model.
+    """
+    config, extension = _read_config(settings), settings.extension
+    text = original_config(config.get_text_config(decoder=True))
+    trained = next(iter(read_geometries(text, extension.trained_length).values())).trained_length
+    if settings.data.positions == "leaky":
+        target = extension.length or round(trained * (extension.factor or 1))
+    else:
+        whole = replace(settings, extension=replace(extension, train_length=None))
+        target = _row_length(whole, config)
+    return trained, target, extension.train_length or target
+
+
 def _training_setup(
     settings: Any,
     config: Any,
