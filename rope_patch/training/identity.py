@@ -53,6 +53,8 @@ _COMPARED_BY_CONTENTS = {
     "data",
     "short_data",
 }  # compared by contents, not by name
+# Keys that earlier releases lacked, with the value that does as those did: their runs resume.
+_DEFAULTS_OF_NEW_KEYS = {"positions": "consecutive", "z_loss": 0.0}
 _NAME_KEY = "name"  # name of a model or source: shown in messages, not compared
 
 
@@ -103,8 +105,9 @@ def identity_of(
         "config.rope_patch": read_sidecar(path),
         **dict(_flatten(config, "config")),
     }
-    if settings.data.positions == "consecutive":
-        del identity["positions"]  # runs of version 0.1 resume, which had nothing else
+    for key, value in _DEFAULTS_OF_NEW_KEYS.items():
+        if identity[key] == value:
+            del identity[key]
     return json.loads(json.dumps(identity, default=str))
 
 
