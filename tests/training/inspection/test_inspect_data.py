@@ -304,12 +304,12 @@ def test_files_are_named_after_their_sources():
 
 def test_a_folder_that_was_filled_meanwhile_stays(tmp_path):
     folder = tmp_path / "clean"
-    with CleanFolder(folder, ["a"], "text") as writer:
-        writer.write("a", "text")
-        folder.mkdir()
-        (folder / "mine").write_text("")
-        with pytest.raises(OSError, match="the documents could not be written"):
-            writer.__exit__(None, None, None)
+    writer = CleanFolder(folder, ["a"], "text").__enter__()
+    writer.write("a", "text")
+    folder.mkdir()
+    (folder / "mine").write_text("")
+    with pytest.raises(OSError, match="the documents could not be written"):
+        writer.__exit__(None, None, None)
     assert [p.name for p in tmp_path.iterdir()] == ["clean"]
     assert [p.name for p in folder.iterdir()] == ["mine"]
 
