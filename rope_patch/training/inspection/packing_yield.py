@@ -1,12 +1,12 @@
 """Rows that a pass over a source gives, and the documents that they cut, by the real packing.
 
-`PackedRows` packs documents of the same lengths, whose tokens are their own numbers.
+`PackedRows` packs empty documents of the same lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -27,21 +27,21 @@ class PackingYield:
 
     Attributes:
         rows: Full rows.
-        tokens: Tokens in them.
+        tokens: Tokens of documents in them.
+        padding: Tokens in them that are of no document.
         whole: Documents that lie in one row and in one piece.
         cut: Documents of which a part lies in another row or piece, or in none.
         left_out: Documents that are too short for the packing.
         left_out_tokens: Tokens of those, and ends of cut documents, that no row has.
-        unfinished_tokens: Tokens at the end that do not fill a row, to which the next pass adds.
     """
 
     rows: int
     tokens: int
+    padding: int
     whole: int
     cut: int
     left_out: int
     left_out_tokens: int
-    unfinished_tokens: int
 
 
 def packing_yield(
@@ -56,6 +56,9 @@ def packing_yield(
 ) -> PackingYield:
     """Return what one pass over a source's documents gives.
 
+    A row at the end that is not full counts for the next pass. Best-fit packing goes on until a
+    window of it ends, and the numbers are scaled to one pass.
+
     Args:
         arguments: How the recipe packs.
         tokenizer: The model's tokenizer.
@@ -65,9 +68,15 @@ def packing_yield(
         seed: Seed of the shuffling.
         short: Whether the source is for short rows.
     """
-    alone = replace(arguments, data=[_NAME], data_weights=None, short_data=None)
-    alone = replace(alone, short_share=0.0, positions="consecutive")
-    rows = _LengthRows(
+    alone = DataArguments(
+        data=[_NAME],
+        packing=arguments.packing,
+        packing_window=arguments.packing_window,
+        short_length=arguments.short_length,
+        min_document_length=arguments.min_document_length,
+        shuffle_window=arguments.shuffle_window,
+    )
+    rows = _EmptyRows(
         alone,
         tokenizer,
         lengths,
@@ -76,29 +85,31 @@ def packing_yield(
         seed=seed,
         short=short,
     )
-    if max(lengths) < rows.min_tokens():  # of which `PackedRows` makes an error
-        return PackingYield(0, 0, 0, 0, len(lengths), sum(lengths), 0)
-    whole: set[int] = set()
-    placed: set[int] = set()
+    shortest = rows.min_tokens()
+    short_documents = [length for length in lengths if length < shortest]
+    left_out, left_out_tokens = len(short_documents), sum(short_documents)
+    if left_out == len(lengths):  # of which `PackedRows` makes an error
+        return PackingYield(0, 0, 0, 0, 0, left_out, left_out_tokens)
+    is_best_fit = alone.is_best_fit and not short
+    row_yield = {"tokens": 0, "padding": 0, "documents": 0, "cut": 0}
     count = 0
     try:
-        for row in rows:
-            for document, size in _pieces(row):
-                placed.add(document)
-                if size == lengths[document]:
-                    whole.add(document)
-            count += 1
+        for count, row in enumerate(rows, start=1):  # noqa: B007 -- used after the loop
+            state = row["row"]["state"]
+            row_yield = state["row_yield"]
+            if is_best_fit and rows.source.state["epoch"] and state["window"]["row"] == 0:
+                break
     except _PassEnded:
-        pass
-    state = rows.source.state
+        left_out_tokens = rows.source.state["left_out_tokens"]
+    scale = Fraction(len(lengths) - left_out, row_yield["documents"]) if is_best_fit else 1
     return PackingYield(
-        rows=count,
-        tokens=count * row_length,
-        whole=len(whole),
-        cut=len(placed - whole),
-        left_out=state["left_out"],
-        left_out_tokens=state["left_out_tokens"],
-        unfinished_tokens=state["tokens"] - count * row_length,
+        rows=round(count * scale),
+        tokens=round(row_yield["tokens"] * scale),
+        padding=round(row_yield["padding"] * scale),
+        whole=round((row_yield["documents"] - row_yield["cut"]) * scale),
+        cut=round(row_yield["cut"] * scale),
+        left_out=left_out,
+        left_out_tokens=left_out_tokens,
     )
 
 
@@ -107,22 +118,27 @@ class _PassEnded(Exception):
 
 
 class _LengthReader:
-    """A reader of documents that only have lengths."""
+    """A reader of documents that only have lengths.
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._lengths, self._was_read = lengths, False
+    Args:
+        lengths: The documents' lengths.
+        endless: Whether they can be read again.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, endless: bool) -> None:
+        self._lengths, self._endless = lengths, endless
+        self._was_read = False
 
     def read(self, number: int = 0, cursor: Cursor | None = None) -> Iterator[DocumentRef]:
-        if self._was_read:
+        if self._was_read and not self._endless:
             raise _PassEnded
         self._was_read = True
         for document, length in enumerate(self._lengths):
-            load = partial(torch.full, (length,), document)
-            yield DocumentRef(document, "", load, {})
+            yield DocumentRef(document, "", partial(torch.zeros, length, dtype=torch.int64), {})
 
 
-class _LengthRows(PackedRows):
-    """Rows of documents whose tokens are their own numbers."""
+class _EmptyRows(PackedRows):
+    """Rows of documents that only have lengths."""
 
     def __init__(
         self, arguments: DataArguments, tokenizer: Any, lengths: Sequence[int], *, short: bool,
@@ -130,7 +146,8 @@ class _LengthRows(PackedRows):
     ) -> None:  # fmt: skip
         super().__init__(arguments, tokenizer, **settings)
         kind = "short" if short else "long"
-        self._readers = {(kind, _NAME): [_LengthReader(lengths)]}
+        endless = arguments.is_best_fit and not short
+        self._readers = {(kind, _NAME): [_LengthReader(lengths, endless=endless)]}
         self._short_share = Fraction(1 if short else 0)
 
     def min_tokens(self) -> int:
@@ -147,13 +164,3 @@ class _LengthRows(PackedRows):
         ((self.source,),) = (each for each in sources.values() if each)
         self.source.quiet = True
         return sources
-
-
-def _pieces(row: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return the document and the tokens of each piece of a row."""
-    ids, positions = row["input_ids"], row["position_ids"]
-    starts = torch.ones_like(ids, dtype=torch.bool)
-    starts[1:] = (ids[1:] != ids[:-1]) | (positions[1:] == 0)
-    first = starts.nonzero().flatten()
-    sizes = torch.diff(first, append=torch.tensor([len(ids)]))
-    return list(zip(ids[first].tolist(), sizes.tolist(), strict=True))

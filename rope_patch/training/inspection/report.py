@@ -122,7 +122,7 @@ def inspect_data(
             seed=settings.training.data_seed or settings.training.seed,
             short=short,
         )
-        passes = share * tokens / result.tokens if result.tokens else math.inf
+        passes = share * tokens / (result.rows * row_length) if result.rows else math.inf
         uses.append(_Use(name, short, share, result, passes))
     inspection = Inspection(
         surveys=surveys,
@@ -246,12 +246,16 @@ def _source_lines(inspection: Inspection) -> list[str]:
 
 def _row_lines(inspection: Inspection) -> list[str]:
     title = f"rows of {inspection.row_length:,} tokens, packing: {inspection.packing}; one pass"
-    rows = [["", "rows", "documents whole", "cut", "left out", "tokens left out", "passes"]]
+    rows = [["", "rows", "padding", "documents whole", "cut", "left out", "tokens left out"]]
+    rows[0].append("passes")
     for use in inspection.uses:
         result, name = use.result, f"short: {use.name}" if use.short else use.name
-        numbers = [result.rows, result.whole, result.cut, result.left_out, result.left_out_tokens]
+        numbers = [result.whole, result.cut, result.left_out, result.left_out_tokens]
+        filled = result.tokens + result.padding
+        padding = result.padding / filled if filled else 0.0
         passes = f"{use.passes:,.2f}" if math.isfinite(use.passes) else "none"
-        rows.append([name, *(f"{number:,}" for number in numbers), passes])
+        cells = [name, f"{result.rows:,}", f"{padding:.1%}"]
+        rows.append([*cells, *(f"{number:,}" for number in numbers), passes])
     lines = [title, *_table(rows)]
     lines.append(f"(passes: how often the recipe's {inspection.tokens:,} tokens need each source)")
     lines += [

@@ -103,7 +103,7 @@ def test_the_text_says_the_same(books, tokenizer):
     rows = [n // TARGET for n in lengths if n >= TARGET]
     result = next(line for line in printed.splitlines()[5:] if line.startswith(str(books)))
     left_out = sum(n < TARGET for n in lengths)
-    assert result.split()[1:5] == [str(sum(rows)), "0", str(len(rows)), str(left_out)]
+    assert result.split()[1:6] == [str(sum(rows)), "0.0%", "0", str(len(rows)), str(left_out)]
     assert f"{result.split()[-1]}" == f"{10 * 2 / sum(rows):,.2f}"
     assert "duplicates" not in printed
 

@@ -29,7 +29,7 @@ def test_single(tokenizer, window, minimum):
     assert result.cut == sum(n > LENGTH for n in used)
     assert result.left_out == len(LENGTHS) - len(used)
     assert result.left_out_tokens == sum(LENGTHS) - result.tokens
-    assert result.unfinished_tokens == 0
+    assert result.padding == 0
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "masked"])
@@ -42,7 +42,7 @@ def test_one_after_another(tokenizer, packing):
     whole = [s for s in placed if s[0] // LENGTH == (s[1] - 1) // LENGTH]
     assert (result.rows, result.whole, result.cut) == (rows, len(whole), len(placed) - len(whole))
     assert (result.left_out, result.left_out_tokens) == (0, 0)
-    assert result.unfinished_tokens == ends[-1] - rows * LENGTH
+    assert (result.tokens, result.padding) == (rows * LENGTH, 0)
 
 
 def test_short_rows(tokenizer):
@@ -74,3 +74,29 @@ def test_documents_that_are_too_short_give_no_row(tokenizer):
     result = yield_of(tokenizer, [5, 0, 47])
     assert (result.rows, result.whole, result.cut, result.left_out) == (0, 0, 0, 3)
     assert result.left_out_tokens == 52
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "best_fit_unmasked"])
+@pytest.mark.parametrize("window", [1, 5, 400])
+def test_best_fit(tokenizer, source, packing, window):
+    """One pass has its share of what the windows of a long run have."""
+    lengths = [n + 1 for n in LENGTHS]
+    result = yield_of(tokenizer, lengths, packing=packing, packing_window=window)
+    assert (result.left_out, result.left_out_tokens) == (0, 0)
+    assert result.whole + result.cut == pytest.approx(len(lengths), abs=1)
+    assert result.cut == sum(n > LENGTH for n in lengths)
+    assert result.tokens + result.padding == pytest.approx(result.rows * LENGTH, abs=LENGTH)
+    assert result.tokens == pytest.approx(sum(lengths), rel=0.1)
+    path, _ = source("a.jsonl", lengths)
+    arguments = DataArguments(data=[path], packing=packing, packing_window=window)
+    rows = PackedRows(arguments, tokenizer, **SETTINGS)
+    *_, last = itertools.islice(rows, 10 * result.rows)
+    counts = last["row"]["state"]["row_yield"]
+    padding = counts["padding"] / (counts["padding"] + counts["tokens"])
+    assert result.padding / (result.rows * LENGTH) == pytest.approx(padding, abs=0.02)
+
+
+def test_best_fit_leaves_short_documents_out(tokenizer):
+    result = yield_of(tokenizer, [5, 30, 40, 7], packing="best_fit", min_document_length=10)
+    assert (result.left_out, result.left_out_tokens, result.whole, result.cut) == (2, 12, 2, 0)
+    assert (result.rows, result.padding) == (2, 2 * LENGTH - 70)
