@@ -32,7 +32,8 @@ class PackingYield:
         whole: Documents that lie in one row and in one piece.
         cut: Documents of which a part lies in another row or piece, or in none.
         left_out: Documents that are too short for the packing.
-        left_out_tokens: Tokens of those, and ends of cut documents, that no row has.
+        filtered: Documents that `compression_ratio` leaves out.
+        left_out_tokens: Tokens of those too short, and ends of cut documents, that no row has.
     """
 
     rows: int
@@ -41,6 +42,7 @@ class PackingYield:
     whole: int
     cut: int
     left_out: int
+    filtered: int
     left_out_tokens: int
 
 
@@ -48,6 +50,7 @@ def packing_yield(
     arguments: DataArguments,
     tokenizer: Any,
     lengths: Sequence[int],
+    is_kept: Sequence[bool],
     *,
     row_length: int,
     trained_length: int,
@@ -63,6 +66,7 @@ def packing_yield(
         arguments: How the recipe packs.
         tokenizer: The model's tokenizer.
         lengths: The documents' lengths in tokens.
+        is_kept: Of each document, whether `compression_ratio` keeps it. Short rows keep all.
         row_length: Tokens per row.
         trained_length: The model's trained length in tokens.
         seed: Seed of the shuffling.
@@ -76,10 +80,11 @@ def packing_yield(
         min_document_length=arguments.min_document_length,
         shuffle_window=arguments.shuffle_window,
     )
+    used = [n for n, kept in zip(lengths, is_kept, strict=True) if kept or short]
     rows = _EmptyRows(
         alone,
         tokenizer,
-        lengths,
+        used,
         row_length=row_length,
         trained_length=trained_length,
         seed=seed,
@@ -88,8 +93,10 @@ def packing_yield(
     shortest = rows.min_tokens()
     short_documents = [length for length in lengths if length < shortest]
     left_out, left_out_tokens = len(short_documents), sum(short_documents)
-    if left_out == len(lengths):  # of which `PackedRows` makes an error
-        return PackingYield(0, 0, 0, 0, 0, left_out, left_out_tokens)
+    accepted = sum(length >= shortest for length in used)
+    filtered = len(lengths) - left_out - accepted
+    if not accepted:  # of which `PackedRows` makes an error
+        return PackingYield(0, 0, 0, 0, 0, left_out, filtered, left_out_tokens)
     is_best_fit = alone.is_best_fit and not short
     row_yield = {"tokens": 0, "padding": 0, "documents": 0, "cut": 0}
     count = 0
@@ -100,8 +107,9 @@ def packing_yield(
             if is_best_fit and rows.source.state["epoch"] and state["window"]["row"] == 0:
                 break
     except _PassEnded:
-        left_out_tokens = rows.source.state["left_out_tokens"]
-    scale = Fraction(len(lengths) - left_out, row_yield["documents"]) if is_best_fit else 1
+        ends = rows.source.state["left_out_tokens"] - sum(n for n in used if n < shortest)
+        left_out_tokens += ends
+    scale = Fraction(accepted, row_yield["documents"]) if is_best_fit else 1
     return PackingYield(
         rows=round(count * scale),
         tokens=round(row_yield["tokens"] * scale),
@@ -109,6 +117,7 @@ def packing_yield(
         whole=round((row_yield["documents"] - row_yield["cut"]) * scale),
         cut=round(row_yield["cut"] * scale),
         left_out=left_out,
+        filtered=filtered,
         left_out_tokens=left_out_tokens,
     )
 

@@ -111,12 +111,14 @@ def inspect_data(
     )
     tokens = _training_tokens(settings, row_length)
     lengths = {survey.name: survey.lengths for survey in surveys}
+    is_kept = {survey.name: survey.is_kept for survey in surveys}
     uses = []
     for name, short, share in _shares(settings):
         result = packing_yield(
             data,
             tokenizer,
             lengths[name],
+            is_kept[name],
             row_length=row_length,
             trained_length=trained,
             seed=settings.training.data_seed or settings.training.seed,
@@ -246,11 +248,12 @@ def _source_lines(inspection: Inspection) -> list[str]:
 
 def _row_lines(inspection: Inspection) -> list[str]:
     title = f"rows of {inspection.row_length:,} tokens, packing: {inspection.packing}; one pass"
-    rows = [["", "rows", "padding", "documents whole", "cut", "left out", "tokens left out"]]
-    rows[0].append("passes")
+    rows = [["", "rows", "padding", "documents whole", "cut", "too short", "filtered"]]
+    rows[0] += ["tokens left out", "passes"]
     for use in inspection.uses:
         result, name = use.result, f"short: {use.name}" if use.short else use.name
-        numbers = [result.whole, result.cut, result.left_out, result.left_out_tokens]
+        numbers = [result.whole, result.cut, result.left_out, result.filtered]
+        numbers.append(result.left_out_tokens)
         filled = result.tokens + result.padding
         padding = result.padding / filled if filled else 0.0
         passes = f"{use.passes:,.2f}" if math.isfinite(use.passes) else "none"
@@ -259,8 +262,9 @@ def _row_lines(inspection: Inspection) -> list[str]:
     lines = [title, *_table(rows)]
     lines.append(f"(passes: how often the recipe's {inspection.tokens:,} tokens need each source)")
     lines += [
-        f"{use.name} gives no row: its longest document has "
-        f"{max(s.lengths):,} tokens; say a shorter train_length, or another packing"
+        f"{use.name} gives no row: its longest document has {max(s.lengths):,} tokens, and "
+        f"{use.result.filtered:,} are filtered; say a shorter train_length, another packing or a "
+        "wider compression_ratio"
         for use in inspection.uses
         for s in inspection.surveys
         if s.name == use.name and not use.result.rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.training.data.arguments import DataArguments
-from rope_patch.training.data.documents import document_text, tokenize
+from rope_patch.training.data.compression import compression_ratio, document_text
+from rope_patch.training.data.documents import tokenize
 from rope_patch.training.data.readers import DocumentRef
 from rope_patch.training.data.sources import find_source
 from rope_patch.training.inspection.clean_folder import CleanFolder
@@ -26,6 +28,7 @@ class SourceSurvey:
     Attributes:
         name: The source, as the recipe names it.
         lengths: The documents' lengths in tokens, in order.
+        is_kept: Of each document, whether its compression is within the recipe's bounds.
         is_complete: Whether all documents were read, rather than the first ones.
         duplicates: Those of its documents that were there before, in this source or another.
         duplicate_tokens: Tokens of the exact duplicates, and of the near ones.
@@ -33,6 +36,7 @@ class SourceSurvey:
 
     name: str
     lengths: array[int] = field(default_factory=lambda: array("q"))
+    is_kept: list[bool] = field(default_factory=list)
     is_complete: bool = True
     duplicates: list[Duplicate] = field(default_factory=list)
     duplicate_tokens: dict[str, int] = field(default_factory=lambda: {"exact": 0, "near": 0})
@@ -123,12 +127,11 @@ def _add(
     document = tokenize(reference, tokenizer, arguments.text_column)
     length = len(document.ids)
     survey.lengths.append(length)
-    duplicate = None
-    if finder is not None:
-        text = document_text(loaded, arguments.text_column)
-        if text is None:
-            text = tokenizer.decode(document.ids, skip_special_tokens=True)
-        duplicate = finder.check(text, reference.location)
+    low, high = arguments.compression_ratio or (0.0, math.inf)
+    is_compared = arguments.compression_ratio is not None
+    text = document_text(document, tokenizer) if finder is not None or is_compared else ""
+    survey.is_kept.append(not is_compared or low <= compression_ratio(text) <= high)
+    duplicate = None if finder is None else finder.check(text, reference.location)
     if duplicate is not None:
         survey.duplicates.append(duplicate)
         survey.duplicate_tokens["exact" if duplicate.is_exact else "near"] += length

@@ -240,7 +240,22 @@ def test_a_source_that_gives_no_row_is_named(tmp_path):
     notes = write(tmp_path / "notes.jsonl", [{"text": text(0, 40)}])
     printed = inspect("--data", notes)
     assert f"{notes} gives no row: its longest document has " in printed
-    assert "say a shorter train_length, or another packing" in printed
+    assert "and 0 are filtered; say a shorter train_length, another packing or a wider" in printed
+
+
+def test_the_compression_filter_is_counted_as_in_a_run(books, tokenizer, tmp_path):
+    with books.open("a") as file:
+        file.write(json.dumps({"text": "again and " * 400}) + "\n")
+        file.write(json.dumps({"input_ids": [5] * 700}) + "\n")
+    bounds = [0.2, 1.0]
+    (row,) = inspect_json("--data", books, "--compression_ratio", *bounds)["rows"]
+    arguments = DataArguments(data=[str(books)], compression_ratio=bounds)
+    rows = PackedRows(arguments, tokenizer, row_length=TARGET, trained_length=TRAINED, seed=42)
+    last = list(itertools.islice(rows, row["rows"] + 1))[-1]
+    counts = last["row"]["counts"][str(books)]
+    assert counts["epochs"] == 1
+    assert row["filtered"] == counts["repetitive"] + counts["noisy"] == 2
+    assert row["left_out"] == counts["left_out"]
 
 
 @pytest.mark.parametrize(

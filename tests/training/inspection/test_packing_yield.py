@@ -13,9 +13,10 @@ from rope_patch.training.inspection.packing_yield import packing_yield
 LENGTHS = [random.Random(0).choice([3, 20, 47, 48, 49, 96, 130, 300]) for _ in range(80)]
 
 
-def yield_of(tokenizer, lengths, *, short=False, **arguments):
+def yield_of(tokenizer, lengths, *, short=False, is_kept=None, **arguments):
     arguments = DataArguments(data=["elsewhere.jsonl"], **arguments)
-    return packing_yield(arguments, tokenizer, lengths, short=short, **SETTINGS)
+    is_kept = is_kept or [True] * len(lengths)
+    return packing_yield(arguments, tokenizer, lengths, is_kept, short=short, **SETTINGS)
 
 
 @pytest.mark.parametrize("minimum", [0, 100])
@@ -100,3 +101,22 @@ def test_best_fit_leaves_short_documents_out(tokenizer):
     result = yield_of(tokenizer, [5, 30, 40, 7], packing="best_fit", min_document_length=10)
     assert (result.left_out, result.left_out_tokens, result.whole, result.cut) == (2, 12, 2, 0)
     assert (result.rows, result.padding) == (2, 2 * LENGTH - 70)
+
+
+@pytest.mark.parametrize("packing", ["single", "concatenate", "best_fit"])
+def test_filtered_documents_are_not_packed(tokenizer, packing):
+    lengths, is_kept = [100, 20, 150, 90, 20], [True, True, False, True, False]
+    result = yield_of(
+        tokenizer, lengths, is_kept=is_kept, packing=packing, min_document_length=30,
+        packing_window=1,
+    )  # fmt: skip
+    plain = yield_of(
+        tokenizer, [100, 90], packing=packing, min_document_length=30, packing_window=1
+    )
+    assert (result.left_out, result.filtered) == (2, 1)
+    assert (result.rows, result.whole, result.cut) == (plain.rows, plain.whole, plain.cut)
+    assert result.left_out_tokens == plain.left_out_tokens + 40
+    none = yield_of(tokenizer, [100], is_kept=[False], packing=packing)
+    assert (none.rows, none.filtered) == (0, 1)
+    short = yield_of(tokenizer, lengths, is_kept=is_kept, packing=packing, short=True)
+    assert (short.filtered, short.rows) == (0, sum(lengths) // LENGTH)
