@@ -69,6 +69,10 @@ def finetune(
     the data or a key of the recipe is another than before; --keys says which keys may change. One
     run at a time works in OUTPUT_DIR.
 
+    A recipe with `stages` extends in steps, such as 4k, 32k, 128k. Each stage starts with the
+    weights of the one before, in OUTPUT_DIR/stage-K, and its rotation is computed from the
+    original model. --plan and --resume auto work on all of them.
+
     \b
     Examples:
       rope-patch finetune --config smoke_cpu
@@ -98,14 +102,14 @@ def finetune(
     if inspect_data:
         _require_alone(plan=plan, loop=loop)
         with handle_interrupt("--inspect-limit N reads fewer documents"):
-            inspection = report.inspect_data(
+            inspections = report.inspect_recipe(
                 parse([*words, *context.args])[0],
                 limit=inspect_limit,
                 duplicates=duplicates,
                 clean_folder=write_deduplicated,
                 picture=picture,
             )
-            print(report.format_inspection(inspection, as_json=as_json))
+            print(report.format_inspections(inspections, as_json=as_json))
         return
     for option in (option for option, given in inspection_options.items() if given):
         raise ValueError(f"{option} is for --inspect-data: expected both, or neither")

@@ -19,6 +19,7 @@ from rope_patch.training.inspection.packing_yield import PackingYield, packing_y
 from rope_patch.training.inspection.survey import SourceSurvey, read_sources, source_names
 from rope_patch.training.memory import plan
 from rope_patch.training.settings import Settings
+from rope_patch.utils import atomic_files
 
 _SHOWN_DUPLICATES = 5
 
@@ -77,6 +78,38 @@ class Inspection:
         return marks
 
 
+def inspect_recipe(
+    settings: Settings,
+    *,
+    limit: int | None = None,
+    duplicates: bool = False,
+    clean_folder: Path | None = None,
+    picture: Path | None = None,
+) -> list[Inspection]:
+    """Inspect the data of each of a recipe's stages, or of a recipe without stages; see there.
+
+    Each stage has a folder of its own in `clean_folder`, and a picture with its number in the name.
+    """
+    options: dict[str, Any] = {"limit": limit, "duplicates": duplicates}
+    if not settings.stages:
+        return [inspect_data(settings, clean_folder=clean_folder, picture=picture, **options)]
+    if clean_folder is not None:
+        atomic_files.require_new_folder(clean_folder, "the documents")
+    inspections = []
+    for number, stage in enumerate(settings.stages, start=1):
+        assert stage.stage is not None
+        name = f"stage-{number}"
+        with stage.stage.naming_errors():
+            inspection = inspect_data(
+                stage,
+                clean_folder=clean_folder and clean_folder / name,
+                picture=picture and picture.with_stem(f"{picture.stem}-{name}"),
+                **options,
+            )
+        inspections.append(inspection)
+    return inspections
+
+
 def inspect_data(
     settings: Settings,
     *,
@@ -88,7 +121,7 @@ def inspect_data(
     """Read a recipe's data without training.
 
     Args:
-        settings: The recipe.
+        settings: The recipe, or one of its stages.
         limit: The most documents to read of each source; None for all.
         duplicates: Whether to look for duplicates.
         clean_folder: A new folder for the documents that are no duplicates; None writes none.
@@ -167,10 +200,18 @@ def _shares(settings: Settings) -> list[tuple[str, bool, float]]:
     return shares
 
 
-def format_inspection(inspection: Inspection, *, as_json: bool = False) -> str:
-    """Return an inspection as text or JSON."""
+def format_inspections(inspections: Sequence[Inspection], *, as_json: bool = False) -> str:
+    """Return the inspections of a recipe's stages as text or JSON."""
     if as_json:
-        return json.dumps(to_dict(inspection), indent=2)
+        dicts = [to_dict(inspection) for inspection in inspections]
+        return json.dumps(dicts[0] if len(dicts) == 1 else {"stages": dicts}, indent=2)
+    texts = ["\n".join(_lines(inspection)) for inspection in inspections]
+    if len(texts) > 1:
+        texts = [f"stage {number}\n\n{text}" for number, text in enumerate(texts, start=1)]
+    return "\n\n".join(texts)
+
+
+def _lines(inspection: Inspection) -> list[str]:
     lines = [*_source_lines(inspection), ""]
     every = [length for survey in inspection.surveys for length in survey.lengths]
     lines += histogram.format_bins(histogram.length_bins(every), inspection.marks)
@@ -180,7 +221,7 @@ def format_inspection(inspection: Inspection, *, as_json: bool = False) -> str:
     if inspection.clean_folder is not None:
         kept = sum(len(s.lengths) - len(s.duplicates) for s in inspection.surveys)
         lines.append(f"the other {kept:,} documents are in {inspection.clean_folder}")
-    return "\n".join(lines)
+    return lines
 
 
 def to_dict(inspection: Inspection) -> dict[str, Any]:

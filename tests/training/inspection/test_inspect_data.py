@@ -236,6 +236,32 @@ def test_passes_are_those_of_a_run(books, tokenizer, tmp_path):
         assert row["passes"] == pytest.approx(used, rel=0.05)
 
 
+def test_each_stage_is_inspected(books, tmp_path):
+    pytest.importorskip("datasketch")
+    pytest.importorskip("matplotlib")
+    notes = write(tmp_path / "notes.jsonl", [{"text": text(n, 900)} for n in range(3)])
+    keys = {"model": str(TINY), "method": "yarn", "max_steps": 4, "data": str(books)}
+    stages = [{"factor": 2}, {"factor": 4, "data": str(notes)}]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(keys | {"stages": stages}))
+    words = ["--config", recipe, "--inspect-data", "--picture", tmp_path / "a.svg"]
+    words += ["--write-deduplicated", tmp_path / "clean"]
+    printed = run_in_this_process("finetune", *words).stdout
+    first, second = printed.split("stage 2\n")
+    assert "<- target 512" in first
+    assert "<- target 1,024" in second
+    assert (str(books) in first, str(books) in second) == (True, False)
+    assert [p.name for p in sorted((tmp_path / "clean").rglob("*"))] == [
+        *("stage-1", "books.jsonl", "stage-2", "notes.jsonl")
+    ]
+    assert sorted(p.name for p in tmp_path.glob("*.svg")) == ["a-stage-1.svg", "a-stage-2.svg"]
+    report = json.loads(run_in_this_process("finetune", *words[:3], "--json").stdout)
+    assert [stage["target_length"] for stage in report["stages"]] == [512, 1024]
+    recipe.write_text(json.dumps(keys | {"stages": [stages[0], {"data": "none.jsonl"}]}))
+    result = run_in_this_process("finetune", *words[:3])
+    assert (result.returncode, "stage 2 of 2: " in result.stderr) == (1, True)
+
+
 def test_a_source_that_gives_no_row_is_named(tmp_path):
     notes = write(tmp_path / "notes.jsonl", [{"text": text(0, 40)}])
     printed = inspect("--data", notes)
