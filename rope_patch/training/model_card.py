@@ -10,6 +10,7 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.training.monitor import read_log
 from rope_patch.training.needle_callback import read_scores
+from rope_patch.training.objective.arguments import ObjectiveArguments
 from rope_patch.utils import atomic_files
 from rope_patch.utils.provenance import versions
 
@@ -60,7 +61,7 @@ def facts_table(run: Any) -> str:
         else f"LoRA of rank {extension.lora_rank}; in full: {', '.join(extension.lora_trains)}"
     )
     summaries = run.data_summaries().items()
-    data_rows = "".join(f"| {name} | {text} |\n" for name, text in summaries)
+    data_rows = "".join(_row(name, text) for name, text in summaries)
     return f"""| | |
 |:--|:--|
 | method | {method} |
@@ -74,6 +75,7 @@ def facts_table(run: Any) -> str:
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
 {data_rows}\
+{_row("short rows", _distillation_summary(settings.objective))}\
 | loss | {_loss_summary(read_log(run.folder), extension.z_loss)} |"""
 
 
@@ -103,6 +105,19 @@ def _stages_section(run: Any) -> str:
         + "; its rotation was computed from the original model."
     )
     return "\n\n".join([note, *sections])
+
+
+def _distillation_summary(objective: ObjectiveArguments) -> str:
+    if not objective.distillation_weight:
+        return ""
+    return (
+        f"distilled from the original model: weight {objective.distillation_weight:g}, "
+        f"temperature {objective.distillation_temperature:g}"
+    )
+
+
+def _row(name: str, summary: str) -> str:
+    return f"| {name} | {summary} |\n" if summary else ""
 
 
 def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:
