@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rope_patch.diagnosing import Diagnosis, diagnose
     from rope_patch.evaluation.entry_points import Evaluation, compare, evaluate
     from rope_patch.exporting import Export, export
+    from rope_patch.extending import Extended, extend
     from rope_patch.extension import Extension
     from rope_patch.patching import Patch, encode, list_encodings, patch, restore, unpatch
     from rope_patch.patching.active import current
@@ -39,6 +40,7 @@ __all__ = [
     "EncodingPatch",
     "Evaluation",
     "Export",
+    "Extended",
     "Extension",
     "Patch",
     "PatchedCheckpoint",
@@ -51,6 +53,7 @@ __all__ = [
     "encode",
     "evaluate",
     "export",
+    "extend",
     "frequencies",
     "list_encodings",
     "list_methods",
@@ -78,6 +81,7 @@ _MODULES = {
     "EncodingPatch": "patching.encodings.handle",
     "Evaluation": "evaluation.entry_points",
     "Export": "exporting",
+    "Extended": "extending",
     "Extension": "extension",
     "Patch": "patching",
     "PatchedCheckpoint": "pretrained.patched_checkpoint",
@@ -90,6 +94,7 @@ _MODULES = {
     "encode": "patching",
     "evaluate": "evaluation.entry_points",
     "export": "exporting",
+    "extend": "extending",
     "list_encodings": "patching",
     "load": "pretrained.loading",
     "load_adapter": "pretrained.adapters",
