@@ -21,6 +21,8 @@ from rope_patch.training.memory.model import MemoryNeed, memory_need
 from rope_patch.training.memory.setup import TrainingSetup
 from rope_patch.training.model_setup import add_lora
 from rope_patch.training.objective import chunked_loss
+from rope_patch.training.objective.terms import Objective
+from rope_patch.training.objective.z_loss import ZLoss
 from rope_patch.training.settings import ExtensionArguments
 
 MIB = 2**20
@@ -110,7 +112,8 @@ def _model(config: Any, setup: TrainingSetup) -> Any:
         )
         settings: Any = SimpleNamespace(extension=extension)
         model = add_lora(model, settings)
-    chunked_loss.install_loss(model, setup.loss)
+    objective = Objective([ZLoss(1e-5)] if setup.loss_terms else [])
+    chunked_loss.install_loss(model, setup.loss, objective)
     if setup.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if setup.lora_rank and "embeddings" not in setup.lora_trains:
@@ -128,6 +131,16 @@ def small_cases() -> dict[str, tuple[Any, dict[str, Any]]]:
         "all kept": (few, {"length": 512, **every}),
         "two rows, tied": (llama(layers=4, vocab=8000, tied=True), {"length": 256, "rows": 2}),
         "all logits": (few, {"length": 512, "loss": "full"}),
+        "z-loss": (few, {"length": 1024, "loss_terms": True}),
+        "z-loss, all logits": (
+            llama(layers=1, vocab=4000),
+            {"length": 2048, "loss": "full", "loss_terms": True},
+        ),
+        "z-loss, autocast": (
+            few,
+            {"length": 1024, "loss_terms": True, "compute_dtype": torch.bfloat16},
+        ),
+        "z-loss, LoRA": (few, {"length": 1024, "loss_terms": True, "lora_rank": 8}),
         "LoRA": (few, {"length": 512, "lora_rank": 8}),
         "LoRA, tied": (llama(layers=4, vocab=8000, tied=True), {"length": 512, "lora_rank": 8}),
         "LoRA, all kept": (few, {"length": 512, "lora_rank": 8, **every}),

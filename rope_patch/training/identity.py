@@ -17,7 +17,7 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config
 from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.training import checkpoints, schedule
-from rope_patch.training.data import documents
+from rope_patch.training.data import sources
 from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.settings import Settings
 from rope_patch.utils import atomic_files, checksums
@@ -53,6 +53,8 @@ _COMPARED_BY_CONTENTS = {
     "data",
     "short_data",
 }  # compared by contents, not by name
+# Keys that earlier releases lacked, with the value that does as those did: their runs resume.
+_DEFAULTS_OF_NEW_KEYS = {"positions": "consecutive", "z_loss": 0.0}
 _NAME_KEY = "name"  # name of a model or source: shown in messages, not compared
 
 
@@ -89,7 +91,7 @@ def identity_of(
         "options": settings.method_options,
         **_outside_frequencies(prepared.handle),
         **{
-            key: [{_NAME_KEY: n, "contents": documents.fingerprint(n)} for n in names or []]
+            key: [{_NAME_KEY: n, "contents": sources.fingerprint(n)} for n in names or []]
             for key, names in (
                 ("data", settings.data.data),
                 ("short_data", settings.data.short_data),
@@ -103,8 +105,9 @@ def identity_of(
         "config.rope_patch": read_sidecar(path),
         **dict(_flatten(config, "config")),
     }
-    if settings.data.positions == "consecutive":
-        del identity["positions"]  # runs of version 0.1 resume, which had nothing else
+    for key, value in _DEFAULTS_OF_NEW_KEYS.items():
+        if identity[key] == value:
+            del identity[key]
     return json.loads(json.dumps(identity, default=str))
 
 

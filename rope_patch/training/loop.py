@@ -120,6 +120,7 @@ def train(run: TrainingRun, model: Any, optimizer: Any, scheduler: Any) -> None:
         micro_batches = [next(batches) for _ in range(training.gradient_accumulation_steps)]
         rows = [row for batch in micro_batches for row in batch.pop("rows", [])]
         loss = forward_backward(run, model, micro_batches)
+        terms = run.prepared.objective.read(accelerator)
         norm = clip_grad_norm(accelerator, model, training.max_grad_norm)
         run.guard.check(step, loss, norm, rows)
         run.mark_consumed(rows)
@@ -127,7 +128,9 @@ def train(run: TrainingRun, model: Any, optimizer: Any, scheduler: Any) -> None:
         rate = scheduler.get_last_lr()[0]
         scheduler.step()
         optimizer.zero_grad()
-        logs = run.progress.record_step(step, loss=loss, grad_norm=norm, learning_rate=rate)
+        logs = run.progress.record_step(
+            step, loss=loss, **terms, grad_norm=norm, learning_rate=rate
+        )
         if step % training.logging_steps == 0 or step == run.steps:
             _log_to_trackers(accelerator, logs, step)
         if needles and needles.is_due(step, run.steps):

@@ -64,7 +64,7 @@ library_name: transformers
 {training.warmup_steps:g} warm-up steps |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
-| loss | {_loss_summary(log)} |
+| loss | {_loss_summary(log, extension.z_loss)} |
 {_scores_section(run.folder)}
 {_loading_snippet(folder)}
 
@@ -73,10 +73,12 @@ Made by `{shlex.join(["rope-patch", "finetune", "--config", "recipe.yaml"])}` wi
 """
 
 
-def _loss_summary(log: list[dict[str, Any]]) -> str:
+def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:
+    with_terms = f" (with z-loss, {z_loss:g})" if z_loss else ""
     if not log:
-        return "not logged"
-    return f"{log[0]['loss']:.4f} at step {log[0]['step']}, {log[-1]['loss']:.4f} at the end"
+        return f"not logged{with_terms}"
+    first, last = log[0], log[-1]
+    return f"{first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at the end{with_terms}"
 
 
 def _scores_section(folder: Path) -> str:

@@ -19,6 +19,8 @@ from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
 from rope_patch.training.data.row_positions import patch_leaky, require_short_rows
 from rope_patch.training.objective import chunked_loss
+from rope_patch.training.objective.terms import Objective
+from rope_patch.training.objective.z_loss import ZLoss
 from rope_patch.training.settings import Settings
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.provenance import fingerprint
@@ -39,6 +41,7 @@ class PreparedModel:
         row_length: Tokens per row.
         loss: The loss in use: full, torch or liger.
         swaps: Undo log of the loss.
+        objective: The loss's terms beside the cross-entropy.
         weights: Fingerprint of the weights as loaded.
         undo_length: The length that the finished model states, in tokens, if the patch is for
             training alone; None if it stays.
@@ -52,6 +55,7 @@ class PreparedModel:
     row_length: int
     loss: str
     swaps: UndoLog
+    objective: Objective
     weights: str
     undo_length: int | None = None
 
@@ -107,7 +111,8 @@ def prepare(settings: Settings) -> PreparedModel:
         handle = patch_leaky(model, settings.request(), row_length, target)
     if extension.lora_rank > 0:
         model = add_lora(model, settings)
-    loss, swaps = chunked_loss.install_loss(model, settings.loss)
+    objective = make_objective(settings)
+    loss, swaps = chunked_loss.install_loss(model, settings.loss, objective)
     return PreparedModel(
         model=model.train(),
         tokenizer=tokenizer,
@@ -117,9 +122,16 @@ def prepare(settings: Settings) -> PreparedModel:
         row_length=row_length,
         loss=loss,
         swaps=swaps,
+        objective=objective,
         weights=weights,
         undo_length=undo_length,
     )
+
+
+def make_objective(settings: Settings) -> Objective:
+    """Return the terms that a recipe adds to the cross-entropy."""
+    coefficient = settings.extension.z_loss
+    return Objective([ZLoss(coefficient)] if coefficient else [])
 
 
 def _require_document_masks(model: Any, settings: Settings) -> None:

@@ -116,7 +116,7 @@ class TrainingProgress:
 
         Args:
             step: The step's number, from 1.
-            **metrics: loss, grad_norm, learning_rate.
+            **metrics: loss, its terms, grad_norm, learning_rate.
 
         Returns:
             These with the total tokens so far, tokens_per_second, and memory in GB.

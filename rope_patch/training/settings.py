@@ -73,6 +73,10 @@ class ExtensionArguments:
             "but full with use_cpu, where that is several times as fast."
         },
     )
+    z_loss: float = field(
+        default=0.0,
+        metadata={"help": "Weight of the mean (log Z)², against drifting logits; often 1e-5."},
+    )
     offload_activations: bool = field(
         default=False, metadata={"help": "Keep what the backward pass needs in the CPU's memory."}
     )
@@ -375,6 +379,13 @@ def _validate(settings: Settings) -> None:
         raise ValueError("fp16 overflows in long training: expected bf16: true, or neither")
     if extension.loss not in LOSSES:
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {extension.loss!r}")
+    if not (extension.z_loss >= 0 and math.isfinite(extension.z_loss)):
+        raise ValueError(f"z_loss must be 0 or above, got {extension.z_loss}")
+    if extension.z_loss and training.label_smoothing_factor:
+        raise ValueError(
+            "label_smoothing_factor makes the Trainer compute the loss, which has no z_loss then: "
+            "expected one of the two"
+        )
     if extension.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, got {extension.dtype!r}")
     if unknown := set(extension.lora_trains) - {"embeddings", "norms"}:

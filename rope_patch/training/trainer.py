@@ -97,7 +97,10 @@ class LongContextTrainer(Trainer):
         ).item()
         self.micro_batch_losses, self.step_grad_norm = [], None
         rate = self._get_learning_rate()
-        self.step_metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
+        # Losses are divided by the targets of all processes, or by those of each.
+        reduction = "sum" if self.args.average_tokens_across_devices else "mean"
+        terms = self.run.prepared.objective.read(self.accelerator, reduction)
+        self.step_metrics = {"loss": loss, **terms, "grad_norm": norm, "learning_rate": rate}
         self.run.guard.check(self.state.global_step + 1, loss, norm, self.step_rows)
         self.run.mark_consumed(self.step_rows)
 

@@ -24,7 +24,7 @@ from transformers import get_scheduler
 
 from rope_patch.methods import registry
 from rope_patch.training import identity, schedule
-from rope_patch.training.data.documents import fingerprint
+from rope_patch.training.data.sources import fingerprint
 from rope_patch.training.settings import known_keys, parse
 from rope_patch.utils import checksums
 from rope_patch.utils.folder_lock import LOCK, lock_folder

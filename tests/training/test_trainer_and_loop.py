@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -14,6 +15,7 @@ from rope_patch.cli import main
 from rope_patch.training import model_setup
 from rope_patch.training.loop import loop
 from rope_patch.training.monitor import read_log
+from rope_patch.training.run import TrainingRun
 from rope_patch.training.settings import parse
 from rope_patch.training.trainer import finetune
 
@@ -69,6 +71,7 @@ CASES = {
     "skip": {"train_length": 128, "positions": "skip"},
     "leaky": {"method": "none", "positions": "leaky"},
     "map": {"method": "self-extend", "factor": None, "train_length": 384},
+    "z-loss": {"z_loss": 0.01, "loss": "torch"},
 }
 
 
@@ -148,6 +151,49 @@ def test_the_card_states_method_lengths_and_tokens(runs):
     assert expected in card
     header = yaml.safe_load(card.split("---")[1])
     assert header["library_name"] == "transformers"
+
+
+@pytest.mark.parametrize("loss", ["torch", "full"])
+def test_the_z_loss_of_a_step_is_that_of_its_rows(loss, tmp_path):
+    changes = {"loss": loss, "max_steps": 1, "learning_rate": 1e-12}
+    for recipe in RUNNERS:
+        run(recipe, tmp_path / recipe, z_loss=0.01, **changes)
+    run("loop", tmp_path / "plain", **changes)
+    (plain,) = read_log(tmp_path / "plain")
+    assert "z_loss" not in plain
+    lines = [read_log(tmp_path / recipe)[0] for recipe in RUNNERS]
+    assert lines[0]["z_loss"] == lines[1]["z_loss"]
+    assert lines[0]["loss"] - lines[0]["z_loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    # log Z of each token, by a model of its own in float64.
+    settings = parse(
+        ["--config", str(tmp_path / "loop" / "recipe.yaml"), "--output_dir", str(tmp_path / "own")]
+    )[0]
+    prepared = model_setup.prepare(settings)
+    prepared.swaps.undo()
+    accelerator = Accelerator(cpu=True)
+    own = TrainingRun(settings, prepared, accelerator, None, entry_point="loop")
+    batches = iter(own.loader())
+    squares = []
+    for _ in range(2):
+        batch = next(batches)
+        logits = prepared.model.double()(input_ids=batch["input_ids"], use_cache=False).logits
+        squares.append(logits[:, :-1].exp().sum(-1).log() ** 2)
+    expected = 0.01 * torch.cat(squares).mean().item()
+    assert lines[0]["z_loss"] == pytest.approx(expected, rel=1e-5)
+    assert "z-loss, 0.01" in (tmp_path / "loop" / "model" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"z_loss": -0.5}, "z_loss must be 0 or above, got -0.5"),
+        ({"z_loss": "nan"}, "z_loss must be 0 or above, got nan"),
+        ({"z_loss": 1e-5, "label_smoothing_factor": 0.1}, "label_smoothing_factor makes the"),
+    ],
+)
+def test_wrong_weights_of_the_z_loss_are_refused(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run("finetune", tmp_path, **changes)
 
 
 def test_lora_changes_only_the_weights_that_it_trains(tmp_path):

@@ -19,15 +19,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rope_patch.training.data.arguments import DataArguments, check_data_arguments
-from rope_patch.training.data.documents import (
-    IGNORED,
-    DocumentRef,
-    SourcePart,
-    TokenizedDocument,
-    find_source,
-    tokenize,
-)
+from rope_patch.training.data.documents import IGNORED, TokenizedDocument, tokenize
+from rope_patch.training.data.readers import Cursor, DocumentRef, Reader
 from rope_patch.training.data.row_positions import skipped_positions
+from rope_patch.training.data.sources import find_source
 
 _POSITION_KEYS = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")
 _COUNT_KEYS = ("documents", "tokens", "left_out", "left_out_tokens")
@@ -38,12 +33,13 @@ class _DocumentSource:
     """An endless stream of a source's documents; `state` holds the next token's place."""
 
     def __init__(
-        self, name: str, parts: list[SourcePart], encode: Any, window: int, seed: str
+        self, name: str, readers: list[Reader], encode: Any, window: int, seed: str
     ) -> None:
         self.name, self.min_tokens, self.quiet = name, 1, True
         self.too_short_hint = "other documents"
-        self.state = dict.fromkeys(_POSITION_KEYS + _COUNT_KEYS, 0)
-        self._parts, self._encode, self._window, self._seed = parts, encode, window, seed
+        self.state: dict[str, Any] = dict.fromkeys(_POSITION_KEYS + _COUNT_KEYS, 0)
+        self.state["cursor"] = None  # of the record; checkpoints of version 0.1 have none
+        self._readers, self._encode, self._window, self._seed = readers, encode, window, seed
         self._documents = self._read_documents()
         self._document: TokenizedDocument | None = None
 
@@ -67,7 +63,8 @@ class _DocumentSource:
     def _read_documents(self) -> Iterator[TokenizedDocument]:
         state = self.state
         while True:
-            for state["part"], state["record"], state["taken"], entry in self._entries():
+            for place, entry in self._entries():
+                state.update(place)
                 document = self._encode(entry)
                 size = len(document.ids)
                 if not state["length"]:
@@ -92,24 +89,28 @@ class _DocumentSource:
                 state["length"] = state["offset"] = 0
             self._end_epoch()
 
-    def _entries(self) -> Iterator[tuple[int, int, int, DocumentRef]]:
+    def _entries(self) -> Iterator[tuple[dict[str, Any], DocumentRef]]:
         """Yield this epoch's documents from the state on, each with the state that leads to it."""
         first_part, record, first_index = (self.state[key] for key in ("part", "record", "taken"))
-        salt, order = f"{self._seed} {self.state['epoch']}", list(range(len(self._parts)))
+        cursor: Cursor | None = self.state["cursor"]
+        salt, order = f"{self._seed} {self.state['epoch']}", list(range(len(self._readers)))
         if self._window:
             Random(salt).shuffle(order)
         entries = (
             (part, entry)
             for part in range(first_part, len(order))
-            for entry in self._parts[order[part]](record if part == first_part else 0)
+            for entry in self._readers[order[part]].read(
+                *((record, cursor) if part == first_part else ())
+            )
         )
         # Shuffle in blocks: a block's first record and an index within it locate any document.
         while block := list(itertools.islice(entries, max(1, self._window))):
-            part, record_of_block = block[0][0], block[0][1].number
+            part, first = block[0]
             if self._window:
-                Random(f"{salt} {part} {record_of_block}").shuffle(block)
+                Random(f"{salt} {part} {first.number}").shuffle(block)
             for index in range(first_index, len(block)):
-                yield part, record_of_block, index, block[index][1]
+                place = {"part": part, "record": first.number, "taken": index}
+                yield place | {"cursor": first.cursor}, block[index][1]
             first_index = 0
 
     def _end_epoch(self) -> None:
@@ -130,7 +131,7 @@ class _DocumentSource:
                     self.name, state["left_out"], state["left_out"] + state["documents"], fix,
                 )  # fmt: skip
             _logger.warning("%s: all documents were used, its second epoch begins", self.name)
-        state.update(epoch=state["epoch"] + 1, part=0, record=0, taken=0, accepted=0)
+        state.update(epoch=state["epoch"] + 1, part=0, record=0, taken=0, cursor=None, accepted=0)
 
 
 class PackedRows(IterableDataset):
@@ -183,7 +184,7 @@ class PackedRows(IterableDataset):
             str(arguments.short_share)
         )  # exactly 0.1, not the nearest float
         short = (arguments.short_data or arguments.data) if self._short_share else []
-        self._source_parts = {
+        self._readers = {
             (kind, name): find_source(name, arguments.text_column)
             for kind, names in (("long", arguments.data), ("short", short))
             for name in names
@@ -228,7 +229,7 @@ class PackedRows(IterableDataset):
         """Return what the rows depend on; only the number of sources, since folders may move."""
         settings = asdict(self._arguments) | {"row_length": self._row_length, "seed": self._seed}
         for kind, key in (("long", "data"), ("short", "short_data")):
-            settings[key] = f"{sum(k == kind for k, _ in self._source_parts)} sources"
+            settings[key] = f"{sum(k == kind for k, _ in self._readers)} sources"
         if self._arguments.positions == "skip":
             settings["target_length"] = self._target_length
         elif self._arguments.positions == "consecutive":
@@ -239,9 +240,9 @@ class PackedRows(IterableDataset):
         a = self._arguments
         sources: dict[str, list[_DocumentSource]] = {"long": [], "short": []}
         encoded = partial(tokenize, tokenizer=self._tokenizer, text_column=a.text_column)
-        for (kind, name), parts in self._source_parts.items():
+        for (kind, name), readers in self._readers.items():
             seed = f"{self._seed} {kind} {len(sources[kind])}"
-            source = _DocumentSource(name, parts, encoded, a.shuffle_window, seed)
+            source = _DocumentSource(name, readers, encoded, a.shuffle_window, seed)
             source.quiet = self._rank > 0
             if kind == "long":
                 single = a.packing == "single"

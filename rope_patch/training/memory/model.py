@@ -17,6 +17,7 @@ from typing import Any
 
 from rope_patch.training.memory.model_shape import ModelShape, model_shape
 from rope_patch.training.memory.setup import TrainingSetup
+from rope_patch.training.objective.chunk_sums import COPIES, chunk_length
 
 RESERVE = 0.08  # of a device's memory: CUDA's context, NCCL's buffers, fragmentation
 LENGTH_STEP = 1024  # tokens; fitting lengths are multiples of it
@@ -358,6 +359,8 @@ class _StepMemory:
         """Return what the loss holds in its forward and backward pass, beside the hidden states."""
         s, c, rows = self.shape, self.compute_size, self.tokens
         weight = s.embedding_weights * c * self.autocast  # cast for the product and saved
+        if self.setup.loss_terms:
+            return self.loss_with_terms()
         if self.setup.loss == "full":
             # In float32: a copy, log-probabilities, and two gradients while one becomes the other.
             return rows * s.vocab * (8 if c == 4 else 8 + c) + weight, rows * s.vocab * 12 + weight
@@ -381,3 +384,20 @@ class _StepMemory:
             + max(logits, of_weight * self.weight_size * self.autocast)
         )
         return weight + logits, held_bytes
+
+    def loss_with_terms(self) -> tuple[int, int]:
+        """Return the same for a loss with terms, whose gradients are computed in the forward."""
+        s, c, rows, whole = self.shape, self.compute_size, self.tokens, self.setup.loss == "full"
+        weight = s.embedding_weights * c * self.autocast
+        of_weight = s.embedding_weights * 4 if self.head_gradient and not whole else 0
+        width = s.vocab if whole else s.hidden
+        chunk = chunk_length(rows, width, s.vocab)
+        held_bytes = weight + rows * width * c + of_weight
+        is_view = whole and c == 4  # a chunk of the logits themselves
+        temporaries = chunk * s.vocab * 4 * (COPIES - is_view)
+        if whole:
+            held_bytes += rows * s.vocab * c  # the logits
+            return held_bytes + temporaries, held_bytes
+        product = of_weight // 4 * c if c != 4 else 0  # added to the gradient in float32
+        cast = of_weight // 4 * self.weight_size if self.weight_size != 4 else 0
+        return held_bytes + max(temporaries, product), held_bytes + cast

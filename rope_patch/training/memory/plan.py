@@ -250,7 +250,8 @@ def _training_setup(
         lora_rank=extension.lora_rank,
         lora_targets=tuple(extension.lora_targets),
         lora_trains=tuple(extension.lora_trains),
-        loss=_resolved_loss(settings.loss, config),
+        loss=_resolved_loss(settings.loss, config, has_terms=extension.z_loss > 0),
+        loss_terms=extension.z_loss > 0,
         checkpointing=bool(training.gradient_checkpointing),
         offload_activations=extension.offload_activations,
         attention=extension.attention,
@@ -263,12 +264,14 @@ def _training_setup(
     )
 
 
-def _resolved_loss(loss: str, config: Any) -> str:
+def _resolved_loss(loss: str, config: Any, has_terms: bool = False) -> str:
     """Return the loss that training will use, as far as the config tells."""
     if loss != "auto":
         return loss
     caps = getattr(config.get_text_config(decoder=True), "final_logit_softcapping", None)
-    return "full" if caps or not hasattr(functional, "linear_cross_entropy") else "torch"
+    # With terms beside the cross-entropy, the chunks need no function of torch.
+    has_chunks = has_terms or hasattr(functional, "linear_cross_entropy")
+    return "torch" if has_chunks and not caps else "full"
 
 
 def _device_memory(settings: Any) -> int | None:

@@ -21,6 +21,7 @@ class TrainingSetup:
         lora_targets: Linear layers with LoRA.
         lora_trains: Modules trained in full beside LoRA: embeddings, norms.
         loss: full, torch or liger.
+        loss_terms: Whether the loss has terms beside the cross-entropy, such as z-loss.
         checkpointing: Whether only layer inputs are saved (activation checkpointing).
         offload_activations: Whether saved activations move to CPU memory.
         attention: transformers' name of the attention implementation.
@@ -39,6 +40,7 @@ class TrainingSetup:
     lora_targets: tuple[str, ...] = _LORA_TARGETS
     lora_trains: tuple[str, ...] = ("embeddings", "norms")
     loss: str = "torch"
+    loss_terms: bool = False
     checkpointing: bool = True
     offload_activations: bool = False
     attention: str = "sdpa"

@@ -4,6 +4,9 @@ Logits are the largest tensor of a long training step: 65,536 tokens of a vocabu
 GB in float32, and their gradient as much. The head and the loss are therefore computed a few
 hundred tokens at a time. The decoder's forward stays transformers' own: in training the head
 returns its input, and a replaced loss function multiplies it by the head's weight.
+
+A recipe's terms beside the cross-entropy (`terms.py`) are computed from the same chunks of logits.
+If the model computes all logits, the terms are computed from chunks of those.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from torch import nn
 from torch.nn import functional
 
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.training.objective.chunk_sums import chunk_sums
+from rope_patch.training.objective.terms import IGNORED, Objective
 
 logger = logging.getLogger("rope_patch")
 
@@ -24,13 +29,16 @@ logger = logging.getLogger("rope_patch")
 _LossSum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
-def install_loss(model: nn.Module, loss: str) -> tuple[str, UndoLog]:
-    """Make a causal language model compute its training loss in chunks.
+def install_loss(
+    model: nn.Module, loss: str, objective: Objective | None = None
+) -> tuple[str, UndoLog]:
+    """Make a causal language model compute its training loss in chunks, with a recipe's terms.
 
     Args:
         model: The model before accelerate wraps it; PEFT may wrap it already.
         loss: "full", "torch", "liger", or "auto": torch's, but "full" if this torch has none or
             the model changes its logits after the head (soft caps, scales).
+        objective: The terms beside the cross-entropy, which are recorded there; None for none.
 
     Returns:
         The loss in use, and the undo log of the changes to the model.
@@ -39,15 +47,18 @@ def install_loss(model: nn.Module, loss: str) -> tuple[str, UndoLog]:
         ValueError: The named loss is not available here.
     """
     swaps = UndoLog()
+    objective = Objective() if objective is None else objective
+    causal = _unwrap_peft(model)
+    head = causal.get_output_embeddings()
     if loss == "full":
+        _add_terms(swaps, causal, head, objective)
         return loss, swaps
     name = "torch" if loss == "auto" else loss
-    problem = _unavailable_reason(name)
+    problem = _unavailable_reason(name, objective)
     if problem is None:
-        causal = _unwrap_peft(model)
-        head = causal.get_output_embeddings()
         swaps.set(head, "forward", _pass_hidden_states(head))
-        swaps.set(causal, "_loss_function", _chunked_loss_function(head, _LOSS_SUMS[name]))
+        total = None if objective.terms else _LOSS_SUMS[name]
+        swaps.set(causal, "_loss_function", _chunked_loss_function(head, total, objective))
         if _head_input_reaches_loss(causal, head):
             return name, swaps
         swaps.undo()
@@ -57,8 +68,27 @@ def install_loss(model: nn.Module, loss: str) -> tuple[str, UndoLog]:
         )
     if loss == "auto":
         logger.info("all logits are computed at once: %s", problem)
+        _add_terms(swaps, causal, head, objective)
         return "full", swaps
     raise ValueError(f"loss: {loss} cannot be had: {problem}; expected loss: full")
+
+
+def _add_terms(swaps: UndoLog, causal: Any, head: nn.Module, objective: Objective) -> None:
+    """Make a model that computes all logits add the terms to its loss, if there are any.
+
+    Raises:
+        ValueError: The model does not call transformers' loss function.
+    """
+    if not objective.terms:
+        return
+    swaps.set(causal, "_loss_function", _chunked_loss_function(head, None, objective, whole=True))
+    if not _logits_reach_loss(causal):
+        swaps.undo()
+        names = ", ".join(term.name for term in objective.terms)
+        raise ValueError(
+            f"{names} cannot be added: {type(causal).__name__} computes a loss of its own instead "
+            f"of transformers'; leave {names} out"
+        )
 
 
 def _torch_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
@@ -84,11 +114,14 @@ def _liger_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.
 _LOSS_SUMS: dict[str, _LossSum] = {"torch": _torch_loss_sum, "liger": _liger_loss_sum}
 
 
-def _unavailable_reason(name: str) -> str | None:
+def _unavailable_reason(name: str, objective: Objective) -> str | None:
     """Return why a loss is not available here, or None."""
-    if name == "torch" and not hasattr(functional, "linear_cross_entropy"):
+    names = ", ".join(term.name for term in objective.terms)
+    if name == "torch" and not names and not hasattr(functional, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no linear_cross_entropy"
     if name == "liger":
+        if names:
+            return f"Liger's kernel computes no {names} here, which loss: torch does"
         if not torch.cuda.is_available():
             return "Liger's kernels need a GPU"
         try:
@@ -109,62 +142,101 @@ def _pass_hidden_states(head: nn.Module) -> Callable[[torch.Tensor], torch.Tenso
     return lambda hidden: hidden if head.training else plain(hidden)
 
 
-def _chunked_loss_function(head: nn.Module, total_loss: _LossSum) -> Callable[..., torch.Tensor]:
+def _chunked_loss_function(
+    head: nn.Module, total_loss: _LossSum | None, objective: Objective, whole: bool = False
+) -> Callable[..., torch.Tensor]:
+    """Return a loss function in the form of transformers'.
+
+    Args:
+        head: The model's head.
+        total_loss: The sum of cross-entropies in training; None for chunks with the terms.
+        objective: The terms.
+        whole: Whether the function gets logits in training, rather than the head's input.
+    """
+
     def loss_function(
         logits: torch.Tensor,
         labels: torch.Tensor | None,
         vocab_size: int,
         num_items_in_batch: Any = None,
-        ignore_index: int = -100,
+        ignore_index: int = IGNORED,
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        if not head.training:
-            logits = logits.float()
-            total: _LossSum = lambda rows, _w, targets, _b: functional.cross_entropy(  # noqa: E731
-                rows, targets, ignore_index=ignore_index, reduction="sum"
-            )
-        else:
-            total = total_loss
         if shift_labels is None:
             assert labels is not None
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
-        hidden: torch.Tensor = logits.flatten(0, -2)
-        weight: Any = head.weight
-        bias = getattr(head, "bias", None)
-        device_type = hidden.device.type
-        if torch.is_autocast_enabled(device_type):
-            # Autocast does not know these functions, so cast here what it would cast.
-            dtype = torch.get_autocast_dtype(device_type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        with torch.autocast(device_type, enabled=False):
-            summed = total(hidden, weight, targets, bias)
+        rows: torch.Tensor = logits.flatten(0, -2)
         count = num_items_in_batch
         if count is None:
             count = (targets != ignore_index).sum()
-        return summed / (count.to(summed.device) if torch.is_tensor(count) else count)
+        count = count.to(rows.device) if torch.is_tensor(count) else count
+        if not head.training:
+            return (
+                functional.cross_entropy(
+                    rows.float(), targets, ignore_index=ignore_index, reduction="sum"
+                )
+                / count
+            )
+        weight: Any = None if whole else head.weight
+        bias = None if whole else getattr(head, "bias", None)
+        device_type = rows.device.type
+        if torch.is_autocast_enabled(device_type) and not whole:
+            # Autocast does not know these functions, so cast here what it would cast.
+            dtype = torch.get_autocast_dtype(device_type)
+            rows, weight = rows.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        with torch.autocast(device_type, enabled=False):
+            if total_loss is not None:
+                return total_loss(rows, weight, targets, bias) / count
+            targets = targets.masked_fill(targets == ignore_index, IGNORED)
+            summed, shares = chunk_sums(rows, weight, bias, targets, objective.terms)
+        objective.record(shares / count)
+        return summed / count
 
     return loss_function
 
 
-@torch.no_grad()
 def _head_input_reaches_loss(causal: Any, head: nn.Module) -> bool:
     """Return whether the head's input reaches the loss function unchanged."""
-    ids = torch.ones(1, 8, dtype=torch.long, device=causal.get_input_embeddings().weight.device)
     tensors: list[torch.Tensor] = []
     hook = head.register_forward_hook(lambda _, __, output: tensors.append(output))
+    try:
+        _probe_loss(causal, head, tensors.append)
+    finally:
+        hook.remove()
+    return len(tensors) == 2 and torch.equal(*tensors)
+
+
+def _logits_reach_loss(causal: Any) -> bool:
+    """Return whether the model calls its loss function, once, with logits."""
+    tensors: list[torch.Tensor] = []
+    _probe_loss(causal, None, tensors.append)
+    return len(tensors) == 1
+
+
+@torch.no_grad()
+def _probe_loss(
+    causal: Any, head: nn.Module | None, observe: Callable[[torch.Tensor], None]
+) -> None:
+    """Call a model on eight tokens, with a loss function that only observes its logits.
+
+    Args:
+        causal: The causal language model.
+        head: The module to put into training mode, if any.
+        observe: Called with what the loss function gets.
+    """
+    ids = torch.ones(1, 8, dtype=torch.long, device=causal.get_input_embeddings().weight.device)
     modes = [(module, module.training) for module in causal.modules()]
     swaps = UndoLog()
-    swaps.set(causal, "_loss_function", lambda logits, *_, **__: tensors.append(logits))
+    swaps.set(causal, "_loss_function", lambda logits, *_, **__: observe(logits))
     try:
         causal.eval()
-        head.train()
+        if head is not None:
+            head.train()
         causal(input_ids=ids, labels=ids, use_cache=False)
-        return len(tensors) == 2 and torch.equal(*tensors)
     finally:
         swaps.undo()
-        hook.remove()
         for module, training in modes:
             module.training = training

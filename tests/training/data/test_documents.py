@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rope_patch.tasks import texts
-from rope_patch.training.data.documents import find_source, tokenize
+from rope_patch.training.data.documents import tokenize
+from rope_patch.training.data.sources import find_source
 
 END = 1
 TORN = gzip.compress(b"split_words" * 99, mtime=0)[:-9]
@@ -21,7 +22,8 @@ def read(tokenizer):
     """Read a source's documents as (location, ids, labels)."""
 
     def read_source(source, column="text", start=0):
-        entries = [entry for part in find_source(str(source), column) for entry in part(start)]
+        readers = find_source(str(source), column)
+        entries = [entry for reader in readers for entry in reader.read(start)]
         documents = [tokenize(entry, tokenizer, column) for entry in entries]
         return [(d.location, d.ids.tolist(), d.labels.tolist()) for d in documents]
 
@@ -249,5 +251,7 @@ def test_documents_without_an_end_token_stay_as_they_are(write):
         def __call__(self, text, verbose):
             return type("Encoded", (), {"input_ids": [7] * len(text)})
 
-    ((entry,),) = [list(part(0)) for part in find_source(str(write("a.txt", "abc")), "text")]
+    ((entry,),) = [
+        list(reader.read()) for reader in find_source(str(write("a.txt", "abc")), "text")
+    ]
     assert torch.equal(tokenize(entry, Bare(), "text").ids, torch.tensor([7, 7, 7]))

@@ -70,6 +70,29 @@ def test_resuming_tokenises_one_document(tokenizer, source, tmp_path):
     assert counting_tokenizer.calls <= 2
 
 
+@pytest.mark.parametrize("window", [0, 3])
+def test_checkpoints_without_cursors_resume(tokenizer, source, window):
+    """Version 0.1 wrote none: the reader counts records."""
+    path, _ = source("a.jsonl", lengths("a"))
+    arguments = {"packing": "concatenate", "shuffle_window": window}
+    expected = make_rows(tokenizer, 30, [path], **arguments)
+    for row in expected[:-1:4]:
+        state = json.loads(json.dumps(row["row"]["state"]))
+        for source_state in state["long"]:
+            assert "byte" in source_state.pop("cursor")
+        resumed = PackedRows(DataArguments(data=[path], **arguments), tokenizer, **SETTINGS)
+        resumed.resume(state, row["row"]["index"] + 1)
+        first = row["row"]["index"] + 1
+        last = min(first + 6, len(expected))
+        rows = list(itertools.islice(resumed, last - first))
+        assert tokens(rows) == tokens(expected[first:last])
+        assert [r["row"]["counts"] for r in rows] == [
+            r["row"]["counts"] for r in expected[first:last]
+        ]
+        if window == 0:  # within a block the cursor is that of the block's first record
+            require_equal_rows(rows[-1:], expected[last - 1 : last])
+
+
 def test_resuming_changed_data_or_settings_is_refused(tokenizer, source, tmp_path):
     path, _ = source("a.jsonl", [90, 200, 70])
     rows = make_rows(tokenizer, 2, [path])

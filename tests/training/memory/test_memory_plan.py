@@ -26,7 +26,7 @@ from rope_patch.utils.errors import Refused
 
 LLAMA_8B = planning.SHAPES / "llama-3.1-8b"
 LLAMA_1B = planning.SHAPES / "llama-3.2-1b"
-QUICK = ("two rows, tied", "LoRA, all kept", "autocast", "masked")
+QUICK = ("two rows, tied", "LoRA, all kept", "autocast", "masked", "z-loss, all logits")
 BF16 = {"compute_dtype": torch.bfloat16}
 
 
@@ -129,6 +129,7 @@ def test_no_row_fits_if_the_weights_do_not():
     [
         ({}, {"checkpointing": False}),
         ({}, {"loss": "full"}),
+        ({"loss_terms": True}, {"loss": "full", "loss_terms": True}),
         ({}, {"rows": 2}),
         ({}, {"replicated": True}),
         ({}, {"accumulates": True}),
@@ -216,7 +217,9 @@ def test_the_environment_of_accelerate_decides_the_sharding(settings):
 
 
 def test_a_plan_follows_the_recipe(settings):
-    recipe = settings(data={"packing": "masked"}, accumulation=2, lora_rank=4, loss="full")
+    recipe = settings(
+        data={"packing": "masked"}, accumulation=2, lora_rank=4, loss="full", z_loss=1e-5
+    )
     setup = asdict(planning._training_setup(recipe, planning._read_config(recipe), environment={}))
     expected = {
         "dtype": torch.float32,
@@ -225,6 +228,7 @@ def test_a_plan_follows_the_recipe(settings):
         "accumulates": True,
         "lora_rank": 4,
         "loss": "full",
+        "loss_terms": True,
         "checkpointing": True,
     }
     assert {name: setup[name] for name in expected} == expected

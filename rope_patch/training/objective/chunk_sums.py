@@ -1,0 +1,108 @@
+"""Sums of a loss's terms over all tokens, whose logits exist a few hundred tokens at a time.
+
+The gradients are computed in the forward pass, while a chunk's logits exist, and multiplied by the
+loss's own gradient in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rope_patch.training.objective.terms import Chunk, Term, cross_entropy
+
+MIN_CHUNK = 128  # tokens; smaller products with the head are slow
+COPIES = 5  # of a chunk's logits in float32: logits, softmax, a product, and two gradients
+
+
+def chunk_length(tokens: int, hidden: int, vocab: int) -> int:
+    """Return the tokens of a chunk whose temporaries are about as large as the hidden states."""
+    ideal = max(1, tokens * hidden // (vocab * COPIES))
+    return min(tokens, max(MIN_CHUNK, 1 << (ideal.bit_length() - 1)))
+
+
+def chunk_sums(
+    rows: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    terms: Sequence[Term],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the cross-entropies and of all terms, and the terms' own sums.
+
+    Args:
+        rows: The head's input, `[N, H]`; the logits, `[N, V]`, without a weight.
+        weight: The head's weight, `[V, H]`.
+        bias: The head's bias, `[V]`.
+        targets: `[N]`.
+        terms: The terms beside the cross-entropy.
+
+    Returns:
+        A scalar with a gradient to the first three, and the sums `[terms]` without.
+    """
+    return _ChunkSums.apply(rows, weight, bias, targets, terms)
+
+
+class _ChunkSums(torch.autograd.Function):
+    """The sums, and their gradients to rows, weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Any, weight: Any, bias: Any, targets: Any, terms: Sequence[Term]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum over the chunks, and compute the gradients."""
+        tokens, width = rows.shape
+        vocab = width if weight is None else weight.shape[0]
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_rows = torch.empty_like(rows) if needs_rows else None
+        # Chunks add up in float32: in 16 bits small ones would be lost.
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+        sums = torch.zeros(1 + len(terms), dtype=wide, device=rows.device)
+        length = chunk_length(tokens, width, vocab)
+        for start in range(0, tokens, length):
+            part = slice(start, min(start + length, tokens))
+            hidden = rows[part]
+            logits = hidden if weight is None else torch.nn.functional.linear(hidden, weight, bias)
+            logits = logits.detach().to(wide).requires_grad_()
+            with torch.enable_grad():
+                chunk = Chunk(logits, targets[part], part)
+                parts = torch.stack([cross_entropy(chunk), *(term.total(chunk) for term in terms)])
+                (gradient,) = torch.autograd.grad(parts.sum(), logits)
+            sums += parts.detach()
+            del chunk, logits, parts
+            gradient = gradient.to(rows.dtype)
+            if grad_rows is not None:
+                grad_rows[part] = gradient if weight is None else gradient @ weight
+            if grad_weight is not None:
+                if grad_weight.dtype == gradient.dtype:
+                    grad_weight.addmm_(gradient.T, hidden)
+                else:
+                    grad_weight += gradient.T @ hidden
+            if grad_bias is not None:
+                grad_bias += gradient.sum(0, dtype=wide)
+        ctx.gradients = [
+            None if gradient is None else (gradient, source.dtype)
+            for gradient, source in zip(
+                (grad_rows, grad_weight, grad_bias), (rows, weight, bias), strict=True
+            )
+        ]
+        shares = sums[1:].clone()
+        ctx.mark_non_differentiable(shares)
+        return sums.sum(), shares
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        """Multiply the gradients of the forward pass, in place."""
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the chunked loss has one backward pass: its gradients are used up")
+        scaled = [
+            None if entry is None else entry[0].mul_(gradient).to(entry[1]) for entry in gradients
+        ]
+        return *scaled, None, None
