@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, TypeVar
 
 from rope_patch.evaluation.harness_schema import HarnessRecord
 from rope_patch.evaluation.results_schema import (
@@ -75,7 +75,8 @@ def add_other_weights(run: RunRecord, other: RunRecord, labels: Mapping[str, str
             f"the runs differ in {', '.join(differences)}: expected the same questions, to compare "
             "one by one"
         )
-    return _merge_pair(run, {**_relabelled(other, labels), "cost": {}})
+    relabelled: RunRecord = _relabelled(other, labels)
+    return _merge_pair(run, {**relabelled, "cost": {}})
 
 
 def _relabelled(value: Any, labels: Mapping[str, str]) -> Any:
@@ -84,7 +85,7 @@ def _relabelled(value: Any, labels: Mapping[str, str]) -> Any:
         renamed = {labels.get(key, key): _relabelled(item, labels) for key, item in value.items()}
         if isinstance(label := value.get("label"), str) and label in labels:
             renamed["label"] = labels[label]
-        return cast(Any, renamed)
+        return renamed
     if isinstance(value, list | tuple):
         return [_relabelled(item, labels) for item in value]
     return value

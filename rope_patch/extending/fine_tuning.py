@@ -76,8 +76,9 @@ def plan_training(
         `mode`, `changes` to the recipe, `step_seconds` and `steps`; or `left_out`, the reason why
         nothing is trained.
     """
-    problem, mode, changes = "", "", {}
-    for mode, changes in _MODES.items():  # noqa: B007
+    problem = ""
+    for mode in _MODES:
+        changes = _MODES[mode]
         settings = _settings(request, candidate, length, folder, max_steps=_TIMED_STEPS, **changes)
         try:
             plan.require_device(settings)

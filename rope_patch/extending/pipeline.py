@@ -6,10 +6,13 @@ continues an extension that was killed, and gives the same result.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rope_patch.diagnosing import diagnose
 from rope_patch.diagnosing.encoding_diagnosis import EncodingDiagnosis
@@ -24,7 +27,7 @@ from rope_patch.extending.request import (
 )
 from rope_patch.extending.result import NOT_SHOWN, PUBLISHED, Extended
 from rope_patch.extending.wall_clock import WallClock
-from rope_patch.extending.work_folder import WORK, WorkFolder
+from rope_patch.extending.work_folder import CLOCK, WORK, WorkFolder
 from rope_patch.inference.samples import needles_refusal
 from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.pretrained import demo
@@ -112,7 +115,7 @@ class _Extension:
         self.request, self.work = request, work
         self.trained, self.length = trained, length
         weights = _TRAINING_WEIGHTS if request.train else _WEIGHTS
-        self.clock = WallClock(work.path / "clock.json", request.budget, weights)
+        self.clock = WallClock(work.path / CLOCK, request.budget, weights)
         self.steps = [step for step in STEPS if step in weights]
         title = f"{Path(request.model).name}, {trained:,} → {length:,} tokens"
         self.page = ProgressPage(request.out, title, self.steps, self.clock, request.command)
@@ -163,6 +166,7 @@ class _Extension:
             self.page.begin(step, seconds)
             with self.clock.running(step):
                 result = make(seconds)
+            _free_memory()
             stored = self.work.write(step, result, self.clock.spent(step))
         result = stored["result"]
         self.page.end(step, result["text"], left_out="left_out_step" in result)
@@ -368,6 +372,13 @@ class _Extension:
             left_out=tuple(self.left_out),
             seconds=self.clock.spent(),
         )
+
+
+def _free_memory() -> None:
+    """Return a step's memory on the GPU, which the next one loads its own model into."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _left_out(reason: str) -> dict[str, Any]:

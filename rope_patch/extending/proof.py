@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,7 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_tokenizer
 from rope_patch.tasks import texts
 from rope_patch.utils import checksums
+from rope_patch.utils.folder_lock import LOCK
 
 logger = logging.getLogger("rope_patch")
 
@@ -172,7 +174,12 @@ def measure(
         trained_results = pipeline.evaluate(own)
         names = {method["label"]: label for method in trained_results["methods"]}
         results = add_other_weights(results, trained_results, names)
-    write_report(results, report)
+        write_report(results, report)
+        return results
+    # It is the evaluation's own.
+    shutil.rmtree(report, ignore_errors=True)
+    ignored = shutil.ignore_patterns("cache", LOCK)
+    shutil.copytree(request.folder, report, ignore=ignored)
     return results
 
 

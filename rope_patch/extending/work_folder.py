@@ -15,7 +15,10 @@ logger = logging.getLogger("rope_patch")
 
 FORMAT = "rope_patch.extend/1"
 WORK = "work"
+CLOCK = "clock.json"
 _IDENTITY = "request.json"
+_GROWING = "budget"  # may change until a step that measures has ended
+_MEASURING = ("recommend", "train", "compare", "publish")
 
 
 class WorkFolder:
@@ -36,7 +39,8 @@ class WorkFolder:
             identity: Everything that results depend on, as JSON data.
 
         Raises:
-            ValueError: The folder holds something else, or an extension by other arguments.
+            ValueError: The folder holds something else, or an extension by other arguments. Until
+                a step that measures has ended, the budget may be another one.
         """
         path = self.path / _IDENTITY
         new = json.loads(json.dumps(identity))
@@ -58,11 +62,14 @@ class WorkFolder:
             ) from error
         old = stored["identity"]
         differences = [
-            f"{name} was {old.get(name)!r}, got {new.get(name)!r}"
-            for name in dict.fromkeys([*old, *new])
-            if old.get(name) != new.get(name)
+            f"{name} was {old.get(name)!r}, got {new.get(name)!r}" for name in _differing(old, new)
         ]
-        if differences:
+        if differences and set(_differing(old, new)) <= {_GROWING} and not self._has_results():
+            # The budget was too small for anything, and what was measured is kept in any case.
+            body = {"format": FORMAT, "identity": new, "versions": stored["versions"]}
+            atomic_files.write_json(path, checksums.seal(body))
+            (self.path / CLOCK).unlink(missing_ok=True)
+        elif differences:
             raise Refused(
                 f"cannot continue {self.out}, it holds an extension by other arguments: "
                 f"{'; '.join(differences)}. Give those again, or another --out; nothing was "
@@ -74,6 +81,10 @@ class WorkFolder:
                 self.out,
                 ", ".join(f"{name} {version}" for name, version in stored["versions"].items()),
             )
+
+    def _has_results(self) -> bool:
+        """Return whether a step that measures has ended."""
+        return any((self.path / f"{step}.json").is_file() for step in _MEASURING)
 
     def read(self, step: str) -> dict[str, Any] | None:
         """Return a step's result, or None if it is missing or damaged."""
@@ -101,3 +112,7 @@ class WorkFolder:
         stored = self.read(step)
         assert stored is not None
         return stored
+
+
+def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]

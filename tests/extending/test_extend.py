@@ -216,6 +216,11 @@ def test_a_budget_too_small_to_compare_says_what_it_takes(tmp_path):
     page = unescape((tmp_path / "out" / "progress.html").read_text())
     assert f"Stopped: {error.value}"[:80] in page
     assert "The same command continues from here" in page
+    # Nothing was decided yet, so a larger budget is accepted, as the error says. A seed is not.
+    with pytest.raises(rope_patch.Refused, match="budget must be larger, got 2 s"):
+        extend_tiny(tmp_path / "out", budget="2s")
+    with pytest.raises(rope_patch.Refused, match=r"budget was 2.0, got 3.0; seed was 42, got 1"):
+        extend_tiny(tmp_path / "out", budget="3s", seed=1)
 
 
 @pytest.fixture(scope="module")
