@@ -14,6 +14,11 @@ from rope_patch.extending.request import ExtendRequest
 from rope_patch.pretrained.patched_checkpoint import patch_checkpoint
 
 
+def parsed(arguments):
+    """Return a command line's words, JSON among them as data: the order of keys is free."""
+    return [json.loads(word) if word.startswith("{") else word for word in arguments]
+
+
 @pytest.mark.parametrize(
     ("method", "engines"),
     [("yarn", set(ENGINES)), ("dynamic-yarn", {"vllm"}), ("rerope", set())],
@@ -32,7 +37,7 @@ def test_exports_are_those_of_the_patched_model(tmp_path, method, engines):
             written = json.loads((folder / "exports" / f"{engine}.json").read_text())
             expected = rope_patch.export(model, engine)
             assert written["config"] == expected.config
-            assert written["arguments"] == expected.arguments
+            assert parsed(written["arguments"]) == parsed(expected.arguments)
         else:
             assert section.strip().startswith("Not from this folder: ")
     if "vllm" in engines:

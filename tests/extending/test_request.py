@@ -9,6 +9,7 @@ import pytest
 from rope_patch.extending import wall_clock
 from rope_patch.extending.request import format_duration, parse_duration, parse_target
 from rope_patch.extending.wall_clock import WallClock
+from rope_patch.extending.work_folder import WorkFolder
 
 
 @pytest.mark.parametrize(
@@ -68,3 +69,24 @@ def test_shares_are_of_the_time_left_and_stay_when_a_run_continues(tmp_path, now
 def test_a_damaged_clock_starts_anew(tmp_path):
     (tmp_path / "clock.json").write_text("{")
     assert WallClock(tmp_path / "clock.json", 10, {"a": 1}).allot("a") == 10
+
+
+def test_the_budget_may_grow_until_something_is_measured(tmp_path):
+    work = WorkFolder(tmp_path)
+    work.require_same_request({"budget": 1.0, "seed": 1})
+    work.write("diagnose", {}, 1.0)
+    work.require_same_request({"budget": 2.0, "seed": 1})
+    with pytest.raises(ValueError, match=r"budget was 2.0, got 3.0; seed was 1, got 2"):
+        work.require_same_request({"budget": 3.0, "seed": 2})
+    work.write("recommend", {}, 1.0)
+    work.require_same_request({"budget": 2.0, "seed": 1})
+    with pytest.raises(ValueError, match=r"budget was 2.0, got 3.0\. Give those again"):
+        work.require_same_request({"budget": 3.0, "seed": 1})
+
+
+def test_a_damaged_request_is_an_error(tmp_path):
+    work = WorkFolder(tmp_path)
+    work.require_same_request({"budget": 1.0})
+    (tmp_path / "work" / "request.json").write_text("{}")
+    with pytest.raises(ValueError, match="it has no digest"):
+        work.require_same_request({"budget": 1.0})
