@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rope_patch.exporting import Export, export
     from rope_patch.extending import Extended, extend
     from rope_patch.extension import Extension
+    from rope_patch.integrations.trainer_callback import RopePatchCallback
     from rope_patch.patching import Patch, encode, list_encodings, patch, restore, unpatch
     from rope_patch.patching.active import current
     from rope_patch.patching.encodings.handle import EncodingPatch
@@ -45,6 +46,7 @@ __all__ = [
     "Patch",
     "PatchedCheckpoint",
     "Refused",
+    "RopePatchCallback",
     "SearchResult",
     "Verification",
     "compare",
@@ -86,6 +88,7 @@ _MODULES = {
     "Patch": "patching",
     "PatchedCheckpoint": "pretrained.patched_checkpoint",
     "Refused": "utils.errors",
+    "RopePatchCallback": "integrations.trainer_callback",
     "SearchResult": "searching",
     "Verification": "verifying",
     "compare": "evaluation.entry_points",

@@ -8,12 +8,13 @@ tensors; its attention and its loss in 16 bits have other temporaries than a CPU
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -90,8 +91,18 @@ def measured_peak(config: Any, *, length: int, **setup_fields: Any) -> int:
 
     step()  # the first step creates the optimizer's states
     states = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-    tensors = [*model.parameters(), *model.buffers(), *states, *batch.values()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return peak_of(step, [*model.parameters(), *model.buffers(), *states, *batch.values()])
+
+
+def peak_of(step: Callable[[], object], tensors: Iterable[Any]) -> int:
+    """Return the peak bytes of this process while it runs a step.
+
+    Args:
+        step: Frees everything that it allocates.
+        tensors: What exists before the step; of sharded tensors, this process's part counts.
+    """
+    parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else some builds of torch log to stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()

@@ -121,6 +121,16 @@ class Patch:
         """Return whether the frequencies depend on the length of each sequence."""
         return bool(self._length_hooks)
 
+    @property
+    def longest_text(self) -> int | None:
+        """Return the tokens of the longest text the patch is for; None if it has no limit."""
+        return None if self._length_warning is None else self._length_warning.length
+
+    @property
+    def undo_log(self) -> UndoLog:
+        """Return the log of the changes: what other code adds to it ends with the patch."""
+        return self._undo_log
+
     def undo(self) -> None:
         """Restore the unpatched model, bit for bit; do nothing if the patch is not active.
 

@@ -59,13 +59,8 @@ class LengthWarning:
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or self._has_warned or _is_silent.get():
             return
-        arguments = kwargs
-        if args:
-            arguments = dict(zip(parameter_names(decoder), args, strict=False)) | kwargs
-        if _upper_bound(arguments) <= self.length:
-            return
-        longest = _longest_sequence(arguments)
-        if longest <= self.length:
+        longest = outgrown_length(decoder, args, kwargs, self.length)
+        if longest is None:
             return
         self._has_warned = True
         if _warned_lengths.get(decoder, 0) >= self.length:
@@ -108,6 +103,22 @@ def install_length_warning(
         undo_log.hook(decoder, before=warning)
 
 
+def outgrown_length(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
+) -> int | None:
+    """Return the tokens of a forward's longest sequence if it is longer than `length`, else None.
+
+    Reads from a device only if the shapes leave it open.
+    """
+    arguments = kwargs
+    if args:
+        arguments = dict(zip(parameter_names(decoder), args, strict=False)) | kwargs
+    if _upper_bound(arguments) <= length:
+        return None
+    longest = _longest_sequence(arguments)
+    return longest if longest > length else None
+
+
 def _upper_bound(arguments: dict[str, Any]) -> int:
     """Return a number of tokens that no sequence of a forward exceeds, from shapes alone."""
     tokens = _tokens(arguments)
@@ -127,6 +138,10 @@ def _longest_sequence(arguments: dict[str, Any]) -> int:
             positions = positions[1:]  # M-RoPE: the first are for the mask of packed rows
         is_known = positions.numel() and _is_readable(positions)
         return int(positions.max()) + 1 if is_known else 0
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() and _is_readable(mask):
+        columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        return int((columns * (mask != 0)).max())  # padding on the right has no position
     _, past = _cached(arguments)
     if isinstance(past, torch.Tensor) and not _is_readable(past):
         return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import os
 import warnings
 from pathlib import Path
@@ -16,15 +15,16 @@ from torch import nn
 
 from rope_patch.extension import Extension
 from rope_patch.patching import Patch, check, current, patch
-from rope_patch.patching.architecture.probe import reference_frequencies
-from rope_patch.patching.architecture.rotary_modules import find_owner, find_rotaries
-from rope_patch.patching.mla_scale import config_mscale, filter_by_layer_type, find_mla_attentions
 from rope_patch.pretrained.encoding_adapter import require_same_encoding
 from rope_patch.pretrained.encoding_checkpoint import is_encoding_sidecar
-from rope_patch.pretrained.recorded_rotation import sidecar_frequencies
+from rope_patch.pretrained.rotation_agreement import (
+    config_already_rotates_so,
+    describe_patch,
+    matches_sidecar,
+    rotate_alike,
+)
 from rope_patch.pretrained.saving import ADAPTER_CONFIG
 from rope_patch.pretrained.sidecar import SIDECAR, extension_from_sidecar, read_sidecar
-from rope_patch.rope_config import by_layer_type, config_rope_type
 from rope_patch.utils.errors import Refused, parse_json
 
 logger = logging.getLogger("rope_patch")
@@ -57,7 +57,7 @@ def require_same_rotation(model: nn.Module, folder: str | os.PathLike[str]) -> E
                 describe_patch(active_patch),
             )
         return None
-    if active_patch is None and _config_already_rotates_so(model, sidecar):
+    if active_patch is None and config_already_rotates_so(model, sidecar):
         return None
     extension = extension_from_sidecar(sidecar)
     trained_with = f"the adapter in {folder} was trained on a base that was patched with"
@@ -69,7 +69,7 @@ def require_same_rotation(model: nn.Module, folder: str | os.PathLike[str]) -> E
             f"{trained_with} method={extension.method!r}, {arguments}, which this one cannot be: "
             f"{error}"
         ) from error
-    if not _matches_sidecar(training_patch, sidecar):
+    if not matches_sidecar(training_patch, sidecar):
         raise Refused(
             f"{trained_with} {describe_patch(training_patch)}, and that would rotate "
             f"{type(model).__name__} otherwise: the config of its base said "
@@ -78,100 +78,13 @@ def require_same_rotation(model: nn.Module, folder: str | os.PathLike[str]) -> E
         )
     if active_patch is None:
         return extension
-    if not _patches_equal(training_patch, active_patch):
+    if not rotate_alike(training_patch, active_patch):
         raise Refused(
             f"{trained_with} {describe_patch(training_patch)}, got one that is patched with "
             f"{describe_patch(active_patch)}; rope_patch.unpatch(model) first, and load_adapter "
             "patches it as the adapter needs it"
         )
     return None
-
-
-def describe_patch(handle: Patch) -> str:
-    """Describe a patch in one line: method, lengths, options, layer types and start."""
-    options = {k: v for k, v in handle.method.options().items() if k != "factor" and v is not None}
-    layer_types = [str(name) for name in handle.geometries if name is not None]
-    extends_scaled = any(geometry.base for geometry in handle.geometries.values())
-    return "; ".join(
-        [
-            str(handle),
-            *(
-                f"{k}={f'[{len(v)} numbers]' if isinstance(v, list) else v}"
-                for k, v in options.items()
-            ),
-            *([f"layers {', '.join(layer_types)}"] if layer_types else []),
-            *(["start='running'"] if extends_scaled else []),
-        ]
-    )
-
-
-def _patches_equal(first: Patch, second: Patch) -> bool:
-    """Return whether two patches of one model change sequences of all lengths alike."""
-    if abs(first.softmax_mscale - second.softmax_mscale) > 1e-6:
-        return False
-    if first.method.start_token_count != second.method.start_token_count:
-        return False
-    lengths = {1.0}
-    for handle in (first, second):
-        trained, target = handle.trained_length, handle.length or 4 * handle.trained_length
-        lengths |= {trained, trained + 1, 1.5 * trained, target, 2 * target}
-    # Layer types that a patch does not change rotate as in the unpatched model.
-    original = first.original_frequencies | second.original_frequencies
-    for length in lengths:
-        ours = original | first.frequencies_at(length)
-        theirs = original | second.frequencies_at(length)
-        if not all(ours[layer_type].close_to(theirs[layer_type]) for layer_type in original):
-            return False
-        if _attention_changes(first, length) != _attention_changes(second, length):
-            return False
-    return True
-
-
-def _attention_changes(handle: Patch, length: float) -> tuple[object, ...]:
-    """Return what a patch changes besides frequencies, and in which layers."""
-    changes = handle.method.attention_changes(length, handle.trained_length)
-    return (changes, set(handle.geometries)) if changes else ()
-
-
-def _matches_sidecar(handle: Patch, sidecar: dict[str, Any]) -> bool:
-    """Return whether a patch has the frequencies of a sidecar."""
-    expected = sidecar_frequencies(sidecar)
-    return expected.keys() == handle.frequencies.keys() and all(
-        frequencies.close_to(expected[layer_type])
-        for layer_type, frequencies in handle.frequencies.items()
-    )
-
-
-def _config_already_rotates_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:
-    """Return whether the base's own config has the recorded rotation, as a saved patch's has."""
-    expected = sidecar_frequencies(sidecar)
-    trained_length = sidecar["trained_length"]
-    method, _ = extension_from_sidecar(sidecar).resolve(trained_length)
-    if (
-        not expected
-        or method.start_token_count
-        or method.is_length_dependent(trained_length)
-        or method.attention_changes(math.inf, trained_length)
-    ):
-        return False
-    rotaries = find_rotaries(model)
-    config: Any = rotaries[0].module.config
-    own_parameters = by_layer_type(config.rope_parameters)
-    for layer_type in expected:
-        parameters = own_parameters.get(layer_type, {})
-        is_switching = parameters.get("long_factor") != parameters.get("short_factor")
-        if config_rope_type(parameters) == "dynamic" or is_switching:
-            return False  # the frequencies change with the length
-    attentions = [a for rotary in rotaries for a in find_mla_attentions(find_owner(model, rotary))]
-    for attention in filter_by_layer_type(attentions, config, expected):
-        if abs(config_mscale(attention, config) - sidecar.get("sharpening", 1.0)) > 1e-6:
-            return False
-    module_frequencies = [reference_frequencies(rotary, config) for rotary in rotaries]
-    return all(
-        layer_type in by_type and by_type[layer_type].close_to(frequencies)
-        for by_type in module_frequencies
-        for layer_type, frequencies in expected.items()
-    )
 
 
 _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")

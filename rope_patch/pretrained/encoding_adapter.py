@@ -39,7 +39,7 @@ def require_same_encoding(
     )
     active = current_encoding(model)
     if active is not None:
-        if not _is_same(active, sidecar):
+        if not is_same_encoding(active, sidecar):
             raise Refused(
                 f"{trained_with}, got one that is patched with {active}; rope_patch.unpatch(model) "
                 "first, and load_adapter patches it as the adapter needs it"
@@ -65,7 +65,7 @@ def require_same_encoding(
     return extension
 
 
-def _is_same(active: EncodingPatch, sidecar: dict[str, Any]) -> bool:
+def is_same_encoding(active: EncodingPatch, sidecar: dict[str, Any]) -> bool:
     """Return whether a patch extends the places that a sidecar records, in the same way."""
     return (
         active.method == sidecar["method"]

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,7 @@ def _write_folder(
         _refuse_adapter_beside_model(folder, adapters)
         if adapters:
             native, problem = False, None
-            sidecar = make_sidecar(handle, native)
-            sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
-            for path in {staging, *adapters}:
-                (path / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+            record_adapters({staging, *adapters}, model, handle)
         else:
             native, problem = record_patch(staging, model, handle)
         if tokenizer is not None:
@@ -187,6 +185,22 @@ def record_patch(
     sidecar = make_sidecar(handle, native)
     (folder / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
     return native, problem
+
+
+def record_adapters(
+    folders: Iterable[Path], model: nn.Module, handle: Patch | EncodingPatch
+) -> None:
+    """Write the sidecar of the base's patch beside adapters.
+
+    Args:
+        folders: The adapters' folders, and the one around them.
+        model: The PEFT model.
+        handle: The patch of its base.
+    """
+    sidecar = make_sidecar(handle, native=False)
+    sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
+    for folder in folders:
+        (folder / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
 
 
 def raise_tokenizer_length(folder: Path, handle: Patch | EncodingPatch) -> None:

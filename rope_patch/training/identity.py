@@ -18,6 +18,7 @@ from rope_patch.pretrained.loading import read_config
 from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.training import checkpoints, schedule
 from rope_patch.training.data import sources
+from rope_patch.training.data.arguments import ineffective_keys
 from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.settings import Settings
 from rope_patch.utils import atomic_files, checksums
@@ -105,9 +106,9 @@ def identity_of(
         "config.rope_patch": read_sidecar(path),
         **dict(_flatten(config, "config")),
     }
-    for key, value in _DEFAULTS_OF_NEW_KEYS.items():
-        if identity[key] == value:
-            del identity[key]
+    unused = {key for key, value in _DEFAULTS_OF_NEW_KEYS.items() if identity[key] == value}
+    for key in unused | ineffective_keys(settings.data):
+        del identity[key]
     return json.loads(json.dumps(identity, default=str))
 
 

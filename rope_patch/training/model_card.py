@@ -64,6 +64,7 @@ library_name: transformers
 {training.warmup_steps:g} warm-up steps |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
+{_packing_row(run)}\
 | loss | {_loss_summary(log, extension.z_loss)} |
 {_scores_section(run.folder)}
 {_loading_snippet(folder)}
@@ -71,6 +72,11 @@ library_name: transformers
 Made by `{shlex.join(["rope-patch", "finetune", "--config", "recipe.yaml"])}` with rope_patch \
 {versions()["rope_patch"]}, transformers {versions()["transformers"]}, torch {versions()["torch"]}.
 """
+
+
+def _packing_row(run: Any) -> str:
+    summary = run.packing_summary()
+    return f"| rows | {summary} |\n" if summary else ""
 
 
 def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:

@@ -17,7 +17,11 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import load, read_model, read_tokenizer
 from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
-from rope_patch.training.data.row_positions import patch_leaky, require_short_rows
+from rope_patch.training.data.row_positions import (
+    WITHOUT_MASKS,
+    patch_leaky,
+    require_short_rows,
+)
 from rope_patch.training.objective import chunked_loss
 from rope_patch.training.objective.terms import Objective
 from rope_patch.training.objective.z_loss import ZLoss
@@ -58,6 +62,12 @@ class PreparedModel:
     objective: Objective
     weights: str
     undo_length: int | None = None
+
+    @property
+    def follows_length(self) -> bool:
+        """Return whether the rotation depends on how long a row's longest document is."""
+        handle = self.handle
+        return handle is not None and handle.method.is_length_dependent(handle.trained_length)
 
     def finish(self) -> Any:
         """Return the trained model as it is used: its own loss, LoRA merged, a lasting patch."""
@@ -143,15 +153,13 @@ def _require_document_masks(model: Any, settings: Settings) -> None:
     Raises:
         ValueError: Rows need such a mask.
     """
-    packs = settings.data.packing == "masked" or settings.data.short_share > 0
-    if packs and auto_class(model.config) is AutoModelForImageTextToText:
+    if settings.data.needs_masks and auto_class(model.config) is AutoModelForImageTextToText:
         config = model.config.get_text_config(decoder=True)
         if is_mrope(find_rotaries(model)[0].module, config):
             raise Refused(
                 f"documents packed in a row may see each other in {type(model).__name__}, whose "
-                "tokens have several positions (M-RoPE): expected packing single or concatenate "
-                f"and short_share 0, got packing {settings.data.packing} and short_share "
-                f"{settings.data.short_share:g}"
+                f"tokens have several positions (M-RoPE): expected {WITHOUT_MASKS}, got packing "
+                f"{settings.data.packing} and short_share {settings.data.short_share:g}"
             )
 
 

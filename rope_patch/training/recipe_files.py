@@ -69,5 +69,22 @@ def find_recipe(path: Path) -> Path:
     )
 
 
+def find_launch(path: Path) -> Path:
+    """Return a launch file by its path, or by its name in the package.
+
+    Raises:
+        ValueError: There is no such file, and no such launch file in the package.
+    """
+    if path.is_file():
+        return path
+    name, paths = path.name.removesuffix(".yaml"), launches()
+    if path.parent == Path() and name in paths:
+        return paths[name]
+    raise ValueError(
+        f"no launch file {path}{did_you_mean(name, paths)}: no such file, and the package has "
+        f"{', '.join(paths)}"
+    )
+
+
 def _files(folder: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted((_FOLDER / folder).glob("*.yaml"))}

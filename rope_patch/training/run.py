@@ -81,6 +81,7 @@ class TrainingRun:
             row_length=prepared.row_length,
             trained_length=prepared.trained_length,
             target_length=prepared.target_length,
+            follows_length=prepared.follows_length,
             seed=training.data_seed or training.seed,
             batch=batch,
             rank=sharing.reader_index,
@@ -170,6 +171,8 @@ class TrainingRun:
                 source,
                 *(f"{source_counts[k]:,}" for k in _LOGGED_COUNTS),
             )
+        if summary := self.packing_summary():
+            logger.info("packed into rows (%s): %s", self.settings.data.packing, summary)
         target = self.folder / checkpoints.MODEL
         if weights is not None:  # rebuild the unsharded model
             # Only this process builds it, so probing a chunked loss would wait for the others.
@@ -192,6 +195,17 @@ class TrainingRun:
             write_card(self, target)
         logger.info("the model is in %s", target)
         return target
+
+    def packing_summary(self) -> str:
+        """Return how many documents were cut and how much of the rows is padding, if any was."""
+        counts = self._data_state.get("row_yield", {})
+        if not counts.get("documents"):
+            return ""
+        padding = counts["padding"] / (counts["tokens"] + counts["padding"])
+        return (
+            f"{counts['cut'] / counts['documents']:.2%} of {counts['documents']:,} documents cut, "
+            f"{padding:.2%} padding"
+        )
 
     def _require_same_run(self, resume: Path | None) -> None:
         """Raise if the folder holds another run; else write this run's identity."""
@@ -229,8 +243,7 @@ class TrainingRun:
                 "share rows each has a part of them: expected whole rows, as with FSDP, or a "
                 "method that changes frequencies alone, such as yarn"
             )
-        follows = handle is not None and handle.method.is_length_dependent(handle.trained_length)
-        if follows and getattr(parallelism, "sp_enabled", False):
+        if self.prepared.follows_length and getattr(parallelism, "sp_enabled", False):
             assert handle is not None
             raise ValueError(
                 f"{handle.method} rotates each row by its length, of which DeepSpeed's sequence "

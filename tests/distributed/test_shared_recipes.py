@@ -68,6 +68,7 @@ KINDS = {
         "packing": "masked",
         "short_share": 0.5,
     },
+    "best fit": {"packing": "best_fit", "packing_window": 5},
 }
 RECIPES = ["finetune", "loop"]
 MODES = ["data parallel", "FSDP2", "context parallel"]
@@ -84,8 +85,11 @@ def jobs_of(mode):
     if mode == "one":
         return {kind: ("finetune", kind, changes, None) for kind, changes in KINDS.items()}
     kinds = ["full", "lora"]
-    mode_kinds = {"data parallel": "masked", "FSDP2": "bfloat16", "context parallel": "following"}
-    kinds.append(mode_kinds[mode])
+    kinds += {
+        "data parallel": ["masked", "best fit"],
+        "FSDP2": ["bfloat16"],
+        "context parallel": ["following"],
+    }[mode]
     jobs = {}
     for recipe in RECIPES:
         for kind in kinds:
@@ -320,8 +324,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(runs, mode, recipe, kind):
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        ("packed", "no mask: expected packing single or concatenate and short_share 0"),
-        ("short", "no mask: expected packing single or concatenate and short_share 0"),
+        (
+            "packed",
+            "no mask: expected packing single, concatenate or best_fit_unmasked, and short_share 0",
+        ),
+        (
+            "short",
+            "no mask: expected packing single, concatenate or best_fit_unmasked, and short_share 0",
+        ),
         ("indivisible", "train_length must be divisible by 4, .* got 254: .* example 256"),
         ("sliding", "does not support attention layers of type .'sliding_attention'."),
     ],

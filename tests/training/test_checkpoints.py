@@ -73,7 +73,9 @@ def _warnings(caplog):
     return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize(("variant", "after"), [("plain", 2), ("lora", 4), ("packed", 2)])
+@pytest.mark.parametrize(
+    ("variant", "after"), [("plain", 2), ("lora", 4), ("packed", 2), ("best_fit", 4)]
+)
 def test_resume_equals_uninterrupted(recipe, variant, after, reference_run, tmp_path):
     uninterrupted = reference_run(recipe, variant)
     folder = copy_stopped_run(uninterrupted, tmp_path / "run", after)

@@ -41,6 +41,10 @@ OTHERS = {
         "lora_rank was 0, got 4; .*packing was single, got masked; .*adam_beta2 was 0.95, got 0.9; "
         ".*seed was 42, got 7",
     ),
+    "window": (
+        {"packing": "best_fit", "packing_window": 9},
+        "packing was single, got best_fit; packing_window was null, got 9",
+    ),
     "rows": ({"gradient_accumulation_steps": 4}, "rows of a step was 4, got 8"),
     "data": ({"data": "novels:emma"}, "data was .*documents.jsonl.*, got .*novels:emma"),
 }

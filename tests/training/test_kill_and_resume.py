@@ -8,6 +8,7 @@ import torch
 from helpers.small_disk import disk as disk
 from training_runs import (
     RECIPES,
+    VARIANTS,
     Child,
     Hang,
     Poison,
@@ -55,13 +56,14 @@ def _error(lines):
     return line
 
 
-def test_a_run_killed_during_a_step_resumes_exactly(recipe, reference_run, tmp_path):
+@pytest.mark.parametrize("variant", ["plain", pytest.param("best_fit", marks=pytest.mark.slow)])
+def test_a_run_killed_during_a_step_resumes_exactly(recipe, variant, reference_run, tmp_path):
     folder = tmp_path / "run"
     log = folder / "log.jsonl"
-    child = Child(recipe, folder)
+    child = Child(recipe, folder, **VARIANTS[variant])
     child.kill_when(lambda: log.is_file() and len(log.read_text().splitlines()) >= 3)
-    run(recipe, folder, resume="auto")
-    require_same(folder, reference_run(recipe))
+    run(recipe, folder, resume="auto", **VARIANTS[variant])
+    require_same(folder, reference_run(recipe, variant))
 
 
 @pytest.mark.parametrize("moment", Hang.MOMENTS)

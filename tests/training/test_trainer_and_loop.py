@@ -1,6 +1,7 @@
 """Test the trainer and the loop: equal losses, saved models, model cards and trackers."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,11 @@ CASES = {
     "lora": {"lora_rank": 4},
     "mixed": {"method": "mixed-yarn", "train_length": 512, "short_share": 0.5},
     "masked": {"packing": "masked", "data": str(ASSETS / "short.jsonl")},
+    "best_fit": {
+        "packing": "best_fit",
+        "packing_window": 3,
+        "data": str(ASSETS / "short.jsonl"),
+    },
     "nope": {"method": "nope", "factor": None, "train_length": 256},
     "qwen3": {"model": ASSETS / "tiny-qwen3", "kernels": "reference"},
     "gemma3": {"model": ASSETS / "tiny-gemma3", "offload_activations": True},
@@ -147,6 +153,13 @@ def test_the_card_states_method_lengths_and_tokens(runs):
     assert "| trained length before | 256 tokens |" in card
     if name not in ("control", "nope", "map"):
         assert "512 tokens" in card
+    packed = re.search(r"\| rows \| ([\d.]+)% of (\d+) documents cut, ([\d.]+)% padding \|", card)
+    cut, documents, padding = map(float, packed.groups())
+    if name == "best_fit":
+        assert documents > 10
+        assert (cut, 0 < padding < 20) == (0, True)
+    else:
+        assert padding == 0
     expected = "rope_patch.load" if name in ("mixed", "map") else "rope_patch is not needed"
     assert expected in card
     header = yaml.safe_load(card.split("---")[1])

@@ -44,6 +44,12 @@ VARIANTS = {
         "shuffle_window": 8,
         "short_share": 0.5,
     },
+    "best_fit": {
+        "method": "mixed-yarn",
+        "packing": "best_fit",
+        "packing_window": 5,  # of the 24 rows: the checkpoints are within windows
+        "short_share": 0.25,
+    },
 }
 
 

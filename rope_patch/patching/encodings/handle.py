@@ -62,6 +62,11 @@ class EncodingPatch:
         return self._active
 
     @property
+    def undo_log(self) -> UndoLog:
+        """Return the log of the changes: what other code adds to it ends with the patch."""
+        return self._undo_log
+
+    @property
     def sites(self) -> list[Site]:
         """Return where positions enter, those that changed alone."""
         return self._plan.sites

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rope_patch.training.data.row_positions import check_positions
+from rope_patch.training.data.row_positions import WITHOUT_MASKS, check_positions
 from rope_patch.utils.errors import did_you_mean
 
-PACKINGS = ("single", "concatenate", "masked")
+PACKINGS = ("single", "concatenate", "masked", "best_fit", "best_fit_unmasked")
 
 
 @dataclass
@@ -37,8 +37,13 @@ class DataArguments:
         default="single",
         metadata={
             "help": "single: a row is a slice of one document; concatenate: documents one after "
-            "another; masked: the same, each keeps to itself."
+            "another; masked: the same, each keeps to itself; best_fit: whole documents, chosen to "
+            "fill the rows, each keeps to itself; best_fit_unmasked: the same, they see each other."
         },
+    )
+    packing_window: int = field(
+        default=128,
+        metadata={"help": "best_fit packs so many rows' worth of documents at a time."},
     )
     positions: str = field(
         default="consecutive",
@@ -64,6 +69,33 @@ class DataArguments:
         self.data = [self.data] if isinstance(self.data, str) else self.data
         if isinstance(self.short_data, str):
             self.short_data = [self.short_data]
+
+    @property
+    def is_best_fit(self) -> bool:
+        """Return whether whole documents are chosen to fill the long rows."""
+        return self.packing in ("best_fit", "best_fit_unmasked")
+
+    def window_bytes(self, row_length: int) -> int:
+        """Return the main memory in bytes that the documents of a packing window take.
+
+        Documents with labels of their own take twice as much.
+        """
+        return 4 * self.packing_window * row_length if self.is_best_fit else 0
+
+    @property
+    def masks_documents(self) -> bool:
+        """Return whether each document of a long row sees only itself."""
+        return self.packing in ("masked", "best_fit")
+
+    @property
+    def needs_masks(self) -> bool:
+        """Return whether any row needs a mask between documents."""
+        return self.masks_documents or self.short_share > 0
+
+    @property
+    def joins_documents(self) -> bool:
+        """Return whether tokens see across the borders of documents."""
+        return self.packing in ("concatenate", "best_fit_unmasked")
 
 
 def check_data_arguments(arguments: DataArguments, row_length: int) -> None:
@@ -95,9 +127,24 @@ def check_data_arguments(arguments: DataArguments, row_length: int) -> None:
         raise ValueError(
             f"short_length must be 1 to {row_length}, the tokens of a row, got {a.short_length}"
         )
+    if a.packing_window < 1:
+        raise ValueError(f"packing_window must be at least 1 row, got {a.packing_window}")
     for name in ("min_document_length", "shuffle_window"):
         if getattr(a, name) < 0:
             raise ValueError(f"{name} must be at least 0, got {getattr(a, name)}")
+
+
+def ineffective_keys(arguments: DataArguments) -> set[str]:
+    """Return the keys that have no effect on rows, and that earlier versions lacked.
+
+    Without them a run of such a version has the same settings, and resumes.
+    """
+    keys = set()
+    if arguments.positions == "consecutive":
+        keys.add("positions")
+    if not arguments.is_best_fit:
+        keys.add("packing_window")
+    return keys
 
 
 def require_no_document_masks(arguments: DataArguments) -> None:
@@ -106,10 +153,9 @@ def require_no_document_masks(arguments: DataArguments) -> None:
     Raises:
         ValueError: Rows would need such a mask.
     """
-    if arguments.packing == "masked" or arguments.short_share > 0:
+    if arguments.needs_masks:
         raise ValueError(
             "documents packed in a row would see each other under torch's context parallelism, "
-            "which takes no mask: expected packing single or concatenate and short_share 0, or "
-            f"sequence parallelism with flash attention; got packing {arguments.packing} and "
-            f"short_share {arguments.short_share:g}"
+            f"which takes no mask: expected {WITHOUT_MASKS}, or sequence parallelism with flash "
+            f"attention; got packing {arguments.packing} and short_share {arguments.short_share:g}"
         )

@@ -16,9 +16,15 @@ from random import Random
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rope_patch.training.data.arguments import DataArguments, check_data_arguments
+from rope_patch.training.data.arguments import (
+    DataArguments,
+    check_data_arguments,
+    ineffective_keys,
+)
+from rope_patch.training.data.best_fit import BestFitRows, Piece
 from rope_patch.training.data.documents import IGNORED, TokenizedDocument, tokenize
 from rope_patch.training.data.readers import Cursor, DocumentRef, Reader
 from rope_patch.training.data.row_positions import skipped_positions
@@ -26,6 +32,7 @@ from rope_patch.training.data.sources import find_source
 
 _POSITION_KEYS = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")
 _COUNT_KEYS = ("documents", "tokens", "left_out", "left_out_tokens")
+_YIELD_KEYS = ("tokens", "padding", "documents", "cut")
 _logger = logging.getLogger("rope_patch")
 
 
@@ -43,14 +50,19 @@ class _DocumentSource:
         self._documents = self._read_documents()
         self._document: TokenizedDocument | None = None
 
-    def take(self, limit: int, whole: bool) -> TokenizedDocument:
+    def take(self, limit: int, whole: bool) -> Piece:
         """Return the next tokens of a document: `limit`, or fewer at its end unless `whole`."""
         state = self.state
         while self._document is None or state["length"] - state["offset"] < (limit if whole else 1):
             self._document = next(self._documents)
         cut = slice(state["offset"], state["offset"] + limit)
-        piece = TokenizedDocument(
-            self._document.location, self._document.ids[cut], self._document.labels[cut]
+        ids, begins = self._document.ids[cut], not state["offset"]
+        piece = Piece(
+            self._document.location,
+            ids,
+            self._document.labels[cut],
+            begins=begins,
+            is_cut=begins and len(ids) < state["length"],
         )
         state["offset"] += len(piece.ids)
         state["tokens"] += len(piece.ids)
@@ -144,6 +156,8 @@ class PackedRows(IterableDataset):
         trained_length: The model's trained length in tokens. It limits the pieces of a short row
             unless `arguments.short_length` is given.
         target_length: The length in tokens that positions skip to, with `positions: skip`.
+        follows_length: Whether the model's rotation depends on the longest position in a row, which
+            padding must not raise then.
         seed: Seed of the shuffling, and of the positions that skip.
         batch: Rows per process and batch.
         rank: This process; it gets the rows i with (i // batch) % world == rank.
@@ -168,17 +182,21 @@ class PackedRows(IterableDataset):
         row_length: int,
         trained_length: int,
         target_length: int | None = None,
+        follows_length: bool = False,
         seed: int,
         batch: int = 1,
         rank: int = 0,
         world: int = 1,
     ) -> None:
         check_data_arguments(arguments, row_length)
-        if arguments.packing == "concatenate" and tokenizer.eos_token_id is None:
-            raise ValueError("packing concatenate needs an end token: set tokenizer.eos_token")
+        if arguments.joins_documents and tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"packing {arguments.packing} needs an end token: set tokenizer.eos_token"
+            )
         self._arguments, self._tokenizer, self._row_length = arguments, tokenizer, row_length
         self._short_length = arguments.short_length or min(trained_length, row_length)
         self._target_length = target_length or row_length
+        self._padding_limit = trained_length if follows_length else None
         self._seed, self._batch, self._rank, self._world = seed, batch, rank, world
         self._short_share = Fraction(
             str(arguments.short_share)
@@ -220,8 +238,11 @@ class PackedRows(IterableDataset):
                 "from those before, several workers would each make all of them"
             )
         sources = self._make_sources()
+        best_fit = self._make_best_fit_rows(sources["long"])
+        row_yield = dict.fromkeys(_YIELD_KEYS, 0)
+        row_yield.update({} if self._state is None else self._state.get("row_yield", {}))
         for index in itertools.count(0 if self._state is None else self._state["row"]):
-            row = self._make_row(index, sources)
+            row = self._make_row(index, sources, best_fit, row_yield)
             if index >= self._first_row and (index // self._batch) % self._world == self._rank:
                 yield row
 
@@ -232,8 +253,8 @@ class PackedRows(IterableDataset):
             settings[key] = f"{sum(k == kind for k, _ in self._readers)} sources"
         if self._arguments.positions == "skip":
             settings["target_length"] = self._target_length
-        elif self._arguments.positions == "consecutive":
-            del settings["positions"]  # runs of version 0.1 resume, which had nothing else
+        for key in ineffective_keys(self._arguments):
+            del settings[key]
         return settings | {"short_length": self._short_length}
 
     def _make_sources(self) -> dict[str, list[_DocumentSource]]:
@@ -255,37 +276,98 @@ class PackedRows(IterableDataset):
             sources[kind].append(source)
         return sources
 
-    def _make_row(self, index: int, sources: dict[str, list[_DocumentSource]]) -> dict[str, Any]:
+    def _make_best_fit_rows(self, sources: list[_DocumentSource]) -> BestFitRows | None:
+        """Return the long rows' packing where whole documents are chosen for them."""
+        a = self._arguments
+        if not a.is_best_fit:
+            return None
+        return BestFitRows(
+            lambda limit: _most_underserved(sources, a.data_weights).take(limit, whole=False),
+            lambda: [dict(source.state) for source in sources],
+            row_length=self._row_length,
+            window=a.packing_window,
+            seed=str(self._seed),
+            **({} if self._state is None else self._state["window"]),
+        )
+
+    def _make_row(
+        self,
+        index: int,
+        sources: dict[str, list[_DocumentSource]],
+        best_fit: BestFitRows | None,
+        row_yield: dict[str, int],
+    ) -> dict[str, Any]:
         a, share = self._arguments, self._short_share
         short = (index + 1) * share // 1 > index * share // 1
-        masked, kind = short or a.packing == "masked", "short" if short else "long"
-        weights = a.data_weights if kind == "long" or a.short_data is None else None
-        pieces: list[TokenizedDocument] = []
-        while room := self._row_length - sum(len(piece.ids) for piece in pieces):
-            limit = min(room, self._short_length) if short else room
-            source = _most_underserved(sources[kind], weights)
-            pieces.append(source.take(limit, whole=not masked and a.packing == "single"))
+        masked, kind = short or a.masks_documents, "short" if short else "long"
+        if best_fit is not None and not short:
+            pieces = best_fit.next_row()
+        else:
+            pieces = self._take_pieces(sources[kind], short=short)
+        size = sum(len(piece.ids) for piece in pieces)
+        padding = self._row_length - size
         labels = torch.cat([piece.labels for piece in pieces])
         positions = torch.arange(self._row_length)
         if masked:
             positions = torch.cat([torch.arange(len(piece.ids)) for piece in pieces])
             labels[positions == 0] = IGNORED  # not predictable from the previous document
+            positions = torch.cat([positions, self._padding_positions(pieces, padding)])
         elif a.positions == "skip":
             positions = skipped_positions(
                 self._row_length, self._target_length, Random(f"{self._seed} positions {index}")
             )
-        state = {
+        row_yield["tokens"] += size
+        row_yield["padding"] += padding
+        row_yield["documents"] += sum(piece.begins for piece in pieces)
+        row_yield["cut"] += sum(piece.is_cut for piece in pieces)
+        state: dict[str, Any] = {
             kind: [dict(s.state) for s in kind_sources] for kind, kind_sources in sources.items()
         }
+        if best_fit is not None:
+            state["long"], state["window"] = best_fit.state()
+        state |= {"row": index + 1, "row_yield": dict(row_yield), "settings": self._row_settings()}
         names = {"long": "", "short": "short: "}
         info = {
             "index": index,
             "documents": list(dict.fromkeys(piece.location for piece in pieces)),
             "counts": {names[k] + s.name: s.counts() for k in names for s in sources[k]},
-            "state": state | {"row": index + 1, "settings": self._row_settings()},
+            "state": state,
         }
         ids = torch.cat([piece.ids for piece in pieces])
-        return {"input_ids": ids, "labels": labels, "position_ids": positions, "row": info}
+        return {
+            "input_ids": functional.pad(ids, (0, padding), value=self._padding_token()),
+            "labels": functional.pad(labels, (0, padding), value=IGNORED),
+            "position_ids": positions,
+            "row": info,
+        }
+
+    def _take_pieces(self, sources: list[_DocumentSource], *, short: bool) -> list[Piece]:
+        """Return a row's pieces, one after another."""
+        a = self._arguments
+        weights = None if short and a.short_data is not None else a.data_weights
+        whole = not short and a.packing == "single"
+        pieces: list[Piece] = []
+        while room := self._row_length - sum(len(piece.ids) for piece in pieces):
+            limit = min(room, self._short_length) if short else room
+            pieces.append(_most_underserved(sources, weights).take(limit, whole=whole))
+        return pieces
+
+    def _padding_positions(self, pieces: list[Piece], padding: int) -> torch.Tensor:
+        """Return positions that continue the last document, so that no mask has one more document.
+
+        Where the rotation follows a row's longest position, they start anew at that of its longest
+        document, or at the trained length if that is more.
+        """
+        positions = torch.arange(padding) + len(pieces[-1].ids)
+        if self._padding_limit is None:
+            return positions
+        return positions % max(self._padding_limit, *(len(piece.ids) for piece in pieces))
+
+    def _padding_token(self) -> int:
+        for token in (getattr(self._tokenizer, "pad_token_id", None), self._tokenizer.eos_token_id):
+            if token is not None:
+                return token
+        return 0  # never seen by a document
 
 
 def _most_underserved(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rope_patch.training.settings import ExtensionArguments
 
 POSITIONS = ("consecutive", "skip", "leaky")
+WITHOUT_MASKS = "packing single, concatenate or best_fit_unmasked, and short_share 0"
 
 
 def check_positions(arguments: DataArguments) -> None:
@@ -29,17 +30,17 @@ def check_positions(arguments: DataArguments) -> None:
     Raises:
         ValueError: The name is unknown, or rows hold documents that keep to themselves.
     """
-    positions, packing = arguments.positions, arguments.packing
+    positions = arguments.positions
     if positions not in POSITIONS:
         raise ValueError(
             f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}"
             f"{did_you_mean(positions, POSITIONS, 0.5)}"
         )
-    if positions != "consecutive" and (packing == "masked" or arguments.short_share > 0):
+    if positions != "consecutive" and arguments.needs_masks:
         raise ValueError(
             f"positions: {positions} takes a row as one text, in which nothing keeps to itself: "
-            f"expected packing single or concatenate and short_share 0, got packing {packing} and "
-            f"short_share {arguments.short_share:g}"
+            f"expected {WITHOUT_MASKS}, got packing {arguments.packing} and short_share "
+            f"{arguments.short_share:g}"
         )
 
 

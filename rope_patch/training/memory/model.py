@@ -3,9 +3,10 @@
 The peak consists of weights, gradients, AdamW's states, saved activations, logits, and the
 workspace of one recomputed layer. `recipes/experiments/check_memory_plan.py` measures the same on a
 CPU, to the byte. No GPU was ever measured: `RESERVE` stands for CUDA, NCCL and fragmentation.
-What a single CPU lacks (context parallelism, DDP, Liger, offloading, torch's chunked loss in 16
-bits) comes from reading the code. FSDP2 was compared with two processes on CPUs: the model was 4 %
-below to 13 % above the peaks of small models, which vary from run to run. Experts count as the MLP
+What a single CPU lacks (DDP, Liger, offloading, torch's chunked loss in 16
+bits) comes from reading the code. FSDP2 and context parallelism were compared with two and four
+processes on CPUs: the model was 4 % below to 22 % above the peaks of small models, which vary from
+run to run. Experts count as the MLP
 that a token passes through.
 """
 
@@ -15,9 +16,10 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from rope_patch.training.memory.context import exchange_bytes, require_kind
+from rope_patch.training.memory.loss import loss_bytes
 from rope_patch.training.memory.model_shape import ModelShape, model_shape
 from rope_patch.training.memory.setup import TrainingSetup
-from rope_patch.training.objective.chunk_sums import COPIES, chunk_length
 
 RESERVE = 0.08  # of a device's memory: CUDA's context, NCCL's buffers, fragmentation
 LENGTH_STEP = 1024  # tokens; fitting lengths are multiples of it
@@ -78,6 +80,12 @@ def memory_need(config: Any, *, length: int, **setup_fields: Any) -> MemoryNeed:
     )
 
 
+def host_memory_need(config: Any, *, length: int, **setup_fields: Any) -> int:
+    """Return the bytes that a step keeps in CPU memory for each device: all that is offloaded."""
+    setup = TrainingSetup(**setup_fields)
+    return _StepMemory(model_shape(config), setup, length).host_bytes()
+
+
 def longest_row(config: Any, memory: int, **setup: Any) -> int:
     """Return the longest row that fits.
 
@@ -111,7 +119,8 @@ class _StepMemory:
     """
 
     def __init__(self, shape: ModelShape, setup: TrainingSetup, length: int) -> None:
-        self.shape, self.setup = shape, setup
+        self.shape, self.setup, self.length = shape, setup, length
+        require_kind(setup.context_kind, shape, setup.context_parallel)
         self.weight_size = setup.dtype.itemsize
         self.compute_size = (setup.compute_dtype or setup.dtype).itemsize
         # FSDP gathers weights after casting them. Autocast casts no embeddings, so the residual
@@ -120,7 +129,6 @@ class _StepMemory:
         self.residual_size = self.weight_size if self.autocast else self.compute_size
         self.tokens = math.ceil(setup.rows * length / setup.context_parallel)
         self.attention_pairs = setup.rows * math.ceil(length / setup.context_parallel) * length
-        self.key_value_numbers = setup.rows * length * 2 * shape.key
         self.lora = setup.lora_rank > 0
         self.norms_trained = not self.lora or "norms" in setup.lora_trains
         embeddings = not self.lora or "embeddings" in setup.lora_trains
@@ -168,7 +176,13 @@ class _StepMemory:
             + own_gradients
             - (0 if self.tied_gradient_waits else self.embedding_gradient)
         )
-        forward, backward = self.loss()
+        forward, backward = loss_bytes(
+            self.shape,
+            self.setup,
+            tokens=self.tokens,
+            trains_head=self.head_gradient > 0,
+            autocast=self.autocast,
+        )
         loss = activations + self.final_norm()
         mask = self.mask()
         layer_casts = matrices if checkpointed else 0
@@ -226,15 +240,29 @@ class _StepMemory:
                 + self.tied_gradient_waits * self.embedding_gradient * (not is_ending)
             )
             gradients = self.trained * (2 if setup.replicated else 1)
+        on_device = not setup.offload_weights
+        updates_on_device = on_device and not setup.offload_optimizer
         return MemoryNeed(
-            parameters=self.weights // setup.shards,
-            gradients=gradients // setup.shards,
-            optimizer=optimizer // setup.shards,
+            parameters=on_device * self.weights // setup.shards,
+            gradients=updates_on_device * gradients // setup.shards,
+            optimizer=updates_on_device * optimizer // setup.shards,
             activations=activations,
             logits=logits,
             workspace=work,
             moment=moment,
         )
+
+    def host_bytes(self) -> int:
+        """Return the bytes in CPU memory: offloaded activations, weights and optimizer states."""
+        setup, size = self.setup, 0
+        if setup.offload_activations:
+            saved = self.tokens * self.shape.hidden * self.residual_size
+            size += self.shape.layers * (
+                saved if setup.checkpointing else self.saved_for_backward()
+            )
+        if setup.offload_weights or setup.offload_optimizer:
+            size += (self.trained + self.optimizer_states()) // setup.shards
+        return size + setup.offload_weights * self.weights // setup.shards
 
     def fsdp_gathered(self, moment: str) -> int:
         """Return the bytes that FSDP2 holds unsharded: weights, gradients, copies in flight."""
@@ -259,12 +287,15 @@ class _StepMemory:
     def optimizer_states(self) -> int:
         """Return the bytes of the optimizer's states, two per trained weight."""
         name = self.setup.optimizer
-        if "8bit" in name:
-            return 2 * self.trained // self.weight_size
+        for bits in (8, 4):
+            if f"{bits}bit" in name:
+                return 2 * self.trained // self.weight_size * bits // 8
         return 0 if name.startswith(("sgd", "adafactor")) else 2 * self.trained
 
     def optimizer_work(self) -> int:
         """Return AdamW's temporaries: unless fused, the denominators of all weights at once."""
+        if self.setup.offload_weights or self.setup.offload_optimizer:
+            return 0
         return self.trained // self.setup.shards if self.setup.optimizer == "adamw_torch" else 0
 
     def inputs_and_tables(self) -> int:
@@ -345,59 +376,16 @@ class _StepMemory:
         mlp = self.saved_mlp() + self.saved_attention() + residual
         mlp += (2 if self.saved_mlp() >= 4 * s.mlp * c else 3) * s.mlp * c
         attention = self.saved_attention() + residual + 2 * (s.query + self.key_width) * c
-        if self.setup.context_parallel > 1:  # partial sums are float32
-            attention += 3 * 4 * s.query + 4 * 4 * s.key
         attention_bytes = self.tokens * attention + self.attention_scores()
-        if self.setup.context_parallel > 1:  # every device gathers all keys and values
-            attention_bytes += self.key_value_numbers * c
+        attention_bytes += exchange_bytes(
+            self.setup.context_kind,
+            s,
+            tokens=self.tokens,
+            row_tokens=self.setup.rows * self.length,
+            parts=self.setup.context_parallel,
+            number_size=c,
+        )
         if self.setup.attention == "eager":
             # Gradients of the probabilities and the scores.
             attention_bytes += self.attention_pairs * s.heads * 8
         return self.tokens * mlp + self.attention_scores(), attention_bytes
-
-    def loss(self) -> tuple[int, int]:
-        """Return what the loss holds in its forward and backward pass, beside the hidden states."""
-        s, c, rows = self.shape, self.compute_size, self.tokens
-        weight = s.embedding_weights * c * self.autocast  # cast for the product and saved
-        if self.setup.loss_terms:
-            return self.loss_with_terms()
-        if self.setup.loss == "full":
-            # In float32: a copy, log-probabilities, and two gradients while one becomes the other.
-            return rows * s.vocab * (8 if c == 4 else 8 + c) + weight, rows * s.vocab * 12 + weight
-        chunk = 1 << (math.ceil(rows / math.ceil(s.vocab / s.hidden)) - 1).bit_length()
-        of_weight, of_hidden = (s.embedding_weights if self.head_gradient else 0), rows * s.hidden
-        if self.setup.loss == "liger":
-            held_bytes = (
-                weight + of_hidden * c + of_weight * (4 + c) + min(chunk, rows) * s.vocab * (4 + c)
-            )
-            return held_bytes, held_bytes
-        chunk = min(max(1, chunk // 2), rows)  # as LinearCrossEntropyOptions() halves it
-        if c == 4:  # the forward pass computes the gradients; autograd adds zeros backward
-            held_bytes = of_weight * 4 + of_hidden * 4
-            return held_bytes + chunk * s.vocab * 4, 2 * held_bytes
-        # In 16 bits chunked_loss.py sums per-token losses, so gradients are computed backward.
-        logits = chunk * s.vocab * (4 + c)
-        held_bytes = (
-            weight
-            + of_hidden * c
-            + of_weight * c
-            + max(logits, of_weight * self.weight_size * self.autocast)
-        )
-        return weight + logits, held_bytes
-
-    def loss_with_terms(self) -> tuple[int, int]:
-        """Return the same for a loss with terms, whose gradients are computed in the forward."""
-        s, c, rows, whole = self.shape, self.compute_size, self.tokens, self.setup.loss == "full"
-        weight = s.embedding_weights * c * self.autocast
-        of_weight = s.embedding_weights * 4 if self.head_gradient and not whole else 0
-        width = s.vocab if whole else s.hidden
-        chunk = chunk_length(rows, width, s.vocab)
-        held_bytes = weight + rows * width * c + of_weight
-        is_view = whole and c == 4  # a chunk of the logits themselves
-        temporaries = chunk * s.vocab * 4 * (COPIES - is_view)
-        if whole:
-            held_bytes += rows * s.vocab * c  # the logits
-            return held_bytes + temporaries, held_bytes
-        product = of_weight // 4 * c if c != 4 else 0  # added to the gradient in float32
-        cast = of_weight // 4 * self.weight_size if self.weight_size != 4 else 0
-        return held_bytes + max(temporaries, product), held_bytes + cast

@@ -1,16 +1,19 @@
 """Memory plan of a recipe: bytes per device, the longest rows that fit, suggestions if none does.
 
-`python -m rope_patch.training.memory.plan` prints the lengths that fit. The computation, and what
+`python -m rope_patch.training.memory.plan` prints the lengths that fit, with `--million` an 8B at
+up to a million tokens, with `--config RECIPE --launch FILE` one recipe. The computation, and what
 of it was never measured (everything on a GPU), is described in `rope_patch.training.memory.model`;
 `recipes/experiments/check_memory_plan.py` compares it with the peak of a step on a CPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +24,34 @@ from rope_patch.patching import check as check_request
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.rope_config import read_geometries
-from rope_patch.training.memory.model import RESERVE, MemoryNeed, longest_row, memory_need
+from rope_patch.training.memory.devices import (
+    DEVICE_LAYOUTS,
+    DEVICES,
+    GIB,
+    SHAPES,
+    format_gib,
+    format_tokens,
+)
+from rope_patch.training.memory.launch import read_environment
+from rope_patch.training.memory.model import (
+    RESERVE,
+    MemoryNeed,
+    host_memory_need,
+    longest_row,
+    memory_need,
+)
 from rope_patch.training.memory.setup import TrainingSetup
+from rope_patch.training.memory.step_time import UTILISATION, step_work
+from rope_patch.training.memory.tables import lengths_table, million_table, published_table
+from rope_patch.training.recipe_files import find_launch
+from rope_patch.training.settings import parse
 from rope_patch.utils.errors import Refused
-from rope_patch.utils.resources import resource_folder
 
 __all__ = [
+    "DEVICES",
+    "GIB",
     "RESERVE",
+    "SHAPES",
     "MemoryNeed",
     "TrainingSetup",
     "format_plan",
@@ -36,24 +60,7 @@ __all__ = [
     "memory_need",
     "require_device",
 ]
-__all__ += ["lengths_table", "require_memory", "to_dict"]
-
-GIB = 2**30
-# Memory that torch reports of an RTX 4090, an H100 and an H200: a device "of 24 GB" has at most
-# 24 GiB, less its driver's share.
-DEVICES = {"24 GB": int(23.5 * GIB), "80 GB": int(79.1 * GIB), "141 GB": int(139.7 * GIB)}
-SHAPES = resource_folder("recipes/shapes")
-_MODELS = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
-_TRAINING_MODES: dict[str, dict[str, Any]] = {
-    "all weights, float32, bf16 products": {"compute_dtype": torch.bfloat16},
-    "all weights, bf16": {"dtype": torch.bfloat16},
-    "LoRA 8, embeddings, norms": {"compute_dtype": torch.bfloat16, "lora_rank": 8},
-}
-_DEVICE_LAYOUTS: dict[str, dict[str, Any]] = {
-    "1 GPU": {},
-    "8, FSDP2": {"shards": 8},
-    "8, FSDP2, context parallel": {"shards": 8, "context_parallel": 8},
-}
+__all__ += ["lengths_table", "main", "million_table", "require_memory", "to_dict"]
 
 
 def from_settings(
@@ -85,7 +92,7 @@ def require_memory(need: MemoryNeed, available: int, suggestions: Sequence[str] 
     usable_bytes = int(available * (1 - RESERVE))
     if need.total <= usable_bytes:
         return
-    parts = ", ".join(f"{name} {_format_gib(size)}" for name, size in need.parts().items() if size)
+    parts = ", ".join(f"{name} {format_gib(size)}" for name, size in need.parts().items() if size)
     advice = suggestions or (
         "gradient_checkpointing: true",
         "loss: torch",
@@ -95,9 +102,9 @@ def require_memory(need: MemoryNeed, available: int, suggestions: Sequence[str] 
         "a shorter train_length",
     )
     raise ValueError(
-        f"a step needs {_format_gib(need.total)} on each device ({parts}; most in: "
+        f"a step needs {format_gib(need.total)} on each device ({parts}; most in: "
         f"{need.moment}), but "
-        f"the device has {_format_gib(available)}, {_format_gib(usable_bytes)} of it to be planned "
+        f"the device has {format_gib(available)}, {format_gib(usable_bytes)} of it to be planned "
         "with; expected one "
         "of: " + "; ".join(advice) + " (ignore_plan: true starts anyway)"
     )
@@ -114,16 +121,30 @@ def require_device(settings: Any) -> None:
     require_memory(need, available, _suggestions(config, length, setup, available) if short else ())
 
 
-def to_dict(settings: Any) -> dict[str, Any]:
-    """Return a recipe's plan as JSON data, in bytes and tokens."""
+def to_dict(settings: Any, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return a recipe's plan as JSON data, in bytes, tokens and seconds.
+
+    Args:
+        settings: The recipe, from `rope_patch.training.settings.parse`.
+        environment: Variables set by `accelerate launch`; None reads this process's environment.
+    """
+    environment = os.environ if environment is None else environment
     config = _read_config(settings)
-    setup, length = _training_setup(settings, config), _row_length(settings, config)
-    need, training = memory_need(config, length=length, **vars(setup)), settings.training
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    setup = _training_setup(settings, config, environment=environment)
+    length, training = _row_length(settings, config), settings.training
+    need = memory_need(config, length=length, **vars(setup))
+    world = int(environment.get("WORLD_SIZE", "1"))
     rows = (
         setup.rows * training.gradient_accumulation_steps * max(1, world // setup.context_parallel)
     )
     tokens = settings.extension.tokens
+    work = step_work(
+        config,
+        length=length,
+        rows=rows,
+        checkpointing=setup.checkpointing,
+        trains_all=setup.lora_rank == 0,
+    )
     steps = training.max_steps if tokens is None else -(-int(tokens) // (rows * length))
     return {
         "model": settings.extension.model,
@@ -131,33 +152,40 @@ def to_dict(settings: Any) -> dict[str, Any]:
         "processes": world,
         "shards": setup.shards,
         "context_parallel": setup.context_parallel,
+        "context_kind": setup.context_kind if setup.context_parallel > 1 else None,
         "loss": setup.loss,
         "need": {**need.parts(), "total": need.total},
         "moment": need.moment,
+        "host": host_memory_need(config, length=length, **vars(setup)),
+        "operations_per_step": work.total,
+        "seconds_per_step": {"H100": work.seconds(world), "utilisation": UTILISATION},
         "steps": steps,
         "tokens_per_step": rows * length,
         "tokens": steps * rows * length,
         "reserve": RESERVE,
+        "packing_window": settings.data.window_bytes(length),
         "longest": {
             spread: {
                 name: longest_row(config, size, **vars(replace(setup, **split)))
                 for name, size in DEVICES.items()
             }
-            for spread, split in (_DEVICE_LAYOUTS if world == 1 else {"as it is": {}}).items()
+            for spread, split in (DEVICE_LAYOUTS if world == 1 else {"as it is": {}}).items()
         },
     }
 
 
-def format_plan(settings: Any, as_json: bool = False) -> str:
-    """Return a recipe's plan as text or JSON."""
-    numbers = to_dict(settings)
+def format_plan(
+    settings: Any, as_json: bool = False, environment: Mapping[str, str] | None = None
+) -> str:
+    """Return a recipe's plan as text or JSON; see `to_dict`."""
+    numbers = to_dict(settings, environment)
     if as_json:
         return json.dumps(numbers, indent=2)
     spread = f"{numbers['processes']} process{'es' if numbers['processes'] > 1 else ''}"
     if numbers["shards"] > 1:
         spread += f", weights in {numbers['shards']} shards"
     if numbers["context_parallel"] > 1:
-        spread += f", rows in {numbers['context_parallel']} parts"
+        spread += f", rows in {numbers['context_parallel']} parts ({numbers['context_kind']})"
     lines = [
         f"{numbers['model']}: rows of {numbers['length']:,} tokens, {spread}",
         f"{numbers['steps']:,} steps of {numbers['tokens_per_step']:,} tokens: "
@@ -165,30 +193,24 @@ def format_plan(settings: Any, as_json: bool = False) -> str:
         "",
         f"memory on each device, in the moment that needs most ({numbers['moment']}):",
     ]
-    lines += [f"  {name:<12}{_format_gib(size):>14}" for name, size in numbers["need"].items()]
+    lines += [f"  {name:<12}{format_gib(size):>14}" for name, size in numbers["need"].items()]
+    if numbers["host"]:
+        lines.append(f"  {'in CPU memory':<14}{format_gib(numbers['host']):>12} per device")
+    if window := numbers["packing_window"]:
+        lines += ["", f"documents of a packing window, in each process: {format_gib(window)}"]
+    seconds = numbers["seconds_per_step"]["H100"]
+    lines += [
+        "",
+        f"estimated time of a step: {seconds:,.1f} s, if H100s reach {UTILISATION:.0%} of their "
+        f"peak; {seconds * numbers['steps'] / 3600:,.1f} h in all",
+    ]
     lines += ["", f"longest rows that fit, {RESERVE:.0%} of a device left free:"]
     for spread, longest in numbers["longest"].items():
         fitting = "".join(
-            f"{name:>8}{_format_tokens(tokens):>12}" for name, tokens in longest.items()
+            f"{name:>8}{format_tokens(tokens):>12}" for name, tokens in longest.items()
         )
         lines.append(f"  {spread:<28}{fitting}")
     lines.append("planned from the config alone; checked on CPUs, never on a GPU")
-    return "\n".join(lines)
-
-
-def lengths_table() -> str:
-    """Return the longest rows of two models on three devices, as Markdown."""
-    lines = ["| model | trained | GPUs | " + " | ".join(DEVICES) + " |"]
-    lines.append("|---" * 3 + "|---:" * len(DEVICES) + "|")
-    for model, folder in _MODELS.items():
-        config = read_config(SHAPES / folder)
-        for mode, setup in _TRAINING_MODES.items():
-            for spread, layout in _DEVICE_LAYOUTS.items():
-                lengths = [
-                    _format_tokens(longest_row(config, size, **setup, **layout))
-                    for size in DEVICES.values()
-                ]
-                lines.append(f"| {model} | {mode} | {spread} | " + " | ".join(lengths) + " |")
     return "\n".join(lines)
 
 
@@ -241,6 +263,13 @@ def _training_setup(
     fsdp = variables.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     deepspeed = variables.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     is_sharded = fsdp or (deepspeed and variables.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3")
+    offloads = {
+        what: deepspeed
+        and variables.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE", "none") != "none"
+        for what in ("OPTIMIZER", "PARAM")
+    }
+    offloads["PARAM"] |= fsdp and variables.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+    passes = variables.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather") == "alltoall"
     dtype = getattr(torch, extension.dtype)
     compute = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else dtype
     return TrainingSetup(
@@ -255,9 +284,12 @@ def _training_setup(
         checkpointing=bool(training.gradient_checkpointing),
         offload_activations=extension.offload_activations,
         attention=extension.attention,
-        packed_masks=data.packing == "masked" or data.short_share > 0,
+        packed_masks=data.needs_masks,
         shards=max(1, world // sizes["DP_REPLICATE"]) if is_sharded else 1,
         context_parallel=sizes["CP"] * sizes["SP"],
+        context_kind="ulysses" if sizes["SP"] > 1 else "ring" if passes else "allgather",
+        offload_weights=offloads["PARAM"],
+        offload_optimizer=offloads["OPTIMIZER"],
         replicated=world > 1 and not is_sharded,
         accumulates=training.gradient_accumulation_steps > 1,
         optimizer=getattr(training.optim, "value", training.optim),
@@ -309,24 +341,43 @@ def _suggestions(config: Any, length: int, setup: TrainingSetup, available: int)
     for applies, name, change in changes:
         need = memory_need(config, length=length, **vars(replace(setup, **change)))
         if applies and need.total <= usable:
-            suggestions.append(f"{name} ({_format_gib(need.total)})")
+            suggestions.append(f"{name} ({format_gib(need.total)})")
     if longest := longest_row(config, available, **vars(setup)):
         suggestions.append(f"train_length: {longest} or less")
     for _, name, change in [] if suggestions else [entry for entry in changes if entry[0]]:
         combined, names = replace(combined, **change), [*names, name]
         need = memory_need(config, length=length, **vars(combined))
         if need.total <= usable:
-            return [f"{', '.join(names)}, all at once ({_format_gib(need.total)})"]
+            return [f"{', '.join(names)}, all at once ({format_gib(need.total)})"]
     return suggestions or ["larger or more devices, or a smaller model"]
 
 
-def _format_gib(size: int) -> str:
-    return f"{size / GIB:,.2f} GiB"
-
-
-def _format_tokens(length: int) -> str:
-    return f"{length:,}" if length else "–"
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table, or the plan of one recipe on the devices of a launch file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rope_patch.training.memory.plan",
+        description="Print a table, or the plan of one recipe on the devices of a launch file.",
+        epilog="All other arguments are a recipe's: --config NAME, --KEY VALUE, --json.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--million", action="store_true", help="an 8B at up to a million tokens")
+    parser.add_argument("--launch", type=Path, help="accelerate's file, or a name of the package's")
+    parser.add_argument("--processes", type=int, help="number of processes, instead of the file's")
+    options, rest = parser.parse_known_args(arguments)
+    if not rest:
+        tables = (million_table(), published_table()) if options.million else (lengths_table(),)
+        print("\n\n".join(tables))
+        return
+    try:
+        settings, flags = parse(rest)
+        environment = None
+        if options.launch is not None:
+            environment = read_environment(find_launch(options.launch), options.processes)
+        page = format_plan(settings, as_json=flags.json, environment=environment)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(page)
 
 
 if __name__ == "__main__":
-    print(lengths_table())
+    main()

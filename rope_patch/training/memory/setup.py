@@ -28,9 +28,14 @@ class TrainingSetup:
         packed_masks: Whether rows contain documents that do not see each other.
         shards: Devices that share the weights (FSDP).
         context_parallel: Devices that share a row.
+        context_kind: How they share attention: allgather, ring or ulysses; see `context`.
+        offload_weights: Whether the shards of weights, gradients and optimizer states are in CPU
+            memory (FSDP's offload_params, DeepSpeed's offload_param).
+        offload_optimizer: Whether gradients and optimizer states are in CPU memory (DeepSpeed's
+            offload_optimizer).
         replicated: Whether each device has all weights and averages gradients (DDP).
         accumulates: Whether gradients of several batches are summed.
-        optimizer_states: transformers' name of the optimizer.
+        optimizer: transformers' name of the optimizer.
     """
 
     rows: int = 1
@@ -47,6 +52,9 @@ class TrainingSetup:
     packed_masks: bool = False
     shards: int = 1
     context_parallel: int = 1
+    context_kind: str = "allgather"
+    offload_weights: bool = False
+    offload_optimizer: bool = False
     replicated: bool = False
     accumulates: bool = False
     optimizer: str = "adamw_torch_fused"

@@ -267,7 +267,10 @@ def test_a_file_of_blank_lines_is_refused(tokenizer, tmp_path):
         ({"data": []}, "no documents: say data: a list"),
         ({"short_data": []}, "no documents: say short_data: a list"),
         ({"data": ["novels:emma", "novels:emma"]}, "'novels:emma' twice: say data_weights"),
-        ({"packing": "mask"}, r"one of single, concatenate, masked, got 'mask' .*mean 'masked'"),
+        (
+            {"packing": "mask"},
+            r"one of single, concatenate, masked, .*, got 'mask' .*mean 'masked'",
+        ),
         ({"short_share": 1.0}, "short_share must be at least 0 and below 1, got 1.0"),
         ({"short_share": -0.1}, "short_share must be at least 0 and below 1, got -0.1"),
         ({"short_share": float("nan")}, "short_share must be at least 0 and below 1, got nan"),

@@ -250,6 +250,12 @@ def test_text_and_json_have_the_same_numbers(settings):
     assert f"{record['need']['total'] / GIB:,.2f} GiB" in text
     for longest in record["longest"].values():
         assert all(f"{tokens:,}" in text for tokens in longest.values())
+    assert "packing window" not in text
+    window = settings(
+        model=LLAMA_1B, train_length=4096, data={"packing": "best_fit", "packing_window": 1 << 16}
+    )
+    assert "documents of a packing window, in each process:" in planning.format_plan(window)
+    assert planning.to_dict(window)["packing_window"] == GIB  # 4 bytes a token
 
 
 def test_the_table_has_a_line_for_every_setup():

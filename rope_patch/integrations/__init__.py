@@ -1,0 +1,1 @@
+"""Hooks for the trainers of other packages."""
