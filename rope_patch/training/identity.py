@@ -19,6 +19,7 @@ from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.training import checkpoints, schedule
 from rope_patch.training.data import sources
 from rope_patch.training.data.arguments import ineffective_keys
+from rope_patch.training.data.compression import compressor
 from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.settings import Settings
 from rope_patch.utils import atomic_files, checksums
@@ -55,7 +56,7 @@ _COMPARED_BY_CONTENTS = {
     "short_data",
 }  # compared by contents, not by name
 # Keys that earlier releases lacked, with the value that does as those did: their runs resume.
-_DEFAULTS_OF_NEW_KEYS = {"positions": "consecutive", "z_loss": 0.0}
+_DEFAULTS_OF_NEW_KEYS = {"positions": "consecutive", "z_loss": 0.0, "start": "auto"}
 _NAME_KEY = "name"  # name of a model or source: shown in messages, not compared
 
 
@@ -106,6 +107,8 @@ def identity_of(
         "config.rope_patch": read_sidecar(path),
         **dict(_flatten(config, "config")),
     }
+    if settings.data.compression_ratio is not None:
+        identity["compressor"] = compressor()
     unused = {key for key, value in _DEFAULTS_OF_NEW_KEYS.items() if identity[key] == value}
     for key in unused | ineffective_keys(settings.data):
         del identity[key]

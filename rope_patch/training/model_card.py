@@ -64,7 +64,8 @@ library_name: transformers
 {training.warmup_steps:g} warm-up steps |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
-{_packing_row(run)}\
+{_row("rows", run.packing_summary())}\
+{_row("filter", run.filter_summary())}\
 | loss | {_loss_summary(log, extension.z_loss)} |
 {_scores_section(run.folder)}
 {_loading_snippet(folder)}
@@ -74,9 +75,8 @@ Made by `{shlex.join(["rope-patch", "finetune", "--config", "recipe.yaml"])}` wi
 """
 
 
-def _packing_row(run: Any) -> str:
-    summary = run.packing_summary()
-    return f"| rows | {summary} |\n" if summary else ""
+def _row(name: str, summary: str) -> str:
+    return f"| {name} | {summary} |\n" if summary else ""
 
 
 def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:

@@ -171,6 +171,8 @@ class TrainingRun:
                 source,
                 *(f"{source_counts[k]:,}" for k in _LOGGED_COUNTS),
             )
+        if summary := self.filter_summary():
+            logger.info("%s", summary)
         if summary := self.packing_summary():
             logger.info("packed into rows (%s): %s", self.settings.data.packing, summary)
         target = self.folder / checkpoints.MODEL
@@ -205,6 +207,20 @@ class TrainingRun:
         return (
             f"{counts['cut'] / counts['documents']:.2%} of {counts['documents']:,} documents cut, "
             f"{padding:.2%} padding"
+        )
+
+    def filter_summary(self) -> str:
+        """Return how many documents `compression_ratio` left out, if the recipe has it."""
+        bounds = self.settings.data.compression_ratio
+        states = self._data_state.get("long", [])
+        if bounds is None or not states:
+            return ""
+        low, high, kept = (
+            sum(state[key] for state in states) for key in ("repetitive", "noisy", "documents")
+        )
+        return (
+            f"compression ratio {bounds[0]:g} to {bounds[1]:g}: {low:,} documents left out below, "
+            f"{high:,} above, {kept:,} kept"
         )
 
     def _require_same_run(self, resume: Path | None) -> None:

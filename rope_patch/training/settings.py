@@ -50,6 +50,13 @@ class ExtensionArguments:
     layer_types: list[str] | None = field(
         default=None, metadata={"help": "Layers to extend, where a model has several types."}
     )
+    start: str = field(
+        default="auto",
+        metadata={
+            "help": "What a scaling in the config means for the extension: auto, unscaled (replace "
+            "it) or running (stretch it further)."
+        },
+    )
     kernels: str = field(
         default="auto", metadata={"help": "Who rotates: auto, triton, reference or hf."}
     )
@@ -179,7 +186,7 @@ class Settings:
 
     def request(self) -> Extension:
         """Return the request to extend the model."""
-        names = ("factor", "length", "trained_length", "layer_types", "kernels")
+        names = ("factor", "length", "trained_length", "layer_types", "start", "kernels")
         arguments: dict[str, Any] = {name: getattr(self.extension, name) for name in names}
         return Extension(self.extension.method, **arguments, options=self.method_options)
 

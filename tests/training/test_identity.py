@@ -45,6 +45,10 @@ OTHERS = {
         {"packing": "best_fit", "packing_window": 9},
         "packing was single, got best_fit; packing_window was null, got 9",
     ),
+    "filter": (
+        {"compression_ratio": [0.01, 2]},
+        r"compression_ratio was null, got \[0.01, 2.0\]; compressor was null, got zlib",
+    ),
     "rows": ({"gradient_accumulation_steps": 4}, "rows of a step was 4, got 8"),
     "data": ({"data": "novels:emma"}, "data was .*documents.jsonl.*, got .*novels:emma"),
 }

@@ -28,6 +28,9 @@ GEOMETRIES = {
     "meta-llama/Llama-2-7b-hf": LLAMA_2,
     "meta-llama/Meta-Llama-3-8B": LLAMA_3,
     "meta-llama/Meta-Llama-3-8B-Instruct": LLAMA_3,
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA_3,  # start: unscaled
+    "Qwen/Qwen3-0.6B": Geometry(head_dim=128, theta=1e6, trained_length=40960),
+    "HuggingFaceTB/SmolLM2-360M": Geometry(head_dim=64, theta=1e5, trained_length=8192),
     "HuggingFaceTB/SmolLM-360M": Geometry(head_dim=64, theta=1e4, trained_length=2048),
     "demo": Geometry(head_dim=64, theta=1e5, trained_length=8192),
     "out/yarn_64k/model": LLAMA_2,  # a second stage extends the original model again
@@ -93,6 +96,38 @@ PUBLISHED = {
         "learning_rate": 3e-4, "temperature": "drope:0.103",
     },
     "prope_32k": {"method": "proportional", "share": 0.75},
+    # train_64K.sh and modeling_flash_llama_cope.py in github.com/hrlics/CoPE
+    "cope_64k": PROLONG
+    | {
+        "method": "clipped-abf", "theta": 1e7, "clipped_pairs": 20, "trained": 8192,
+        "target": 65536, "steps": 5000, "rows": 256, "row_length": 65536, "learning_rate": 1e-5,
+        "data_weights": [0.3, 0.3, 0.1, 0.1, 0.04, 0.04, 0.03, 0.03, 0.03, 0.03],
+    },
+    # arXiv:2504.06214
+    "ultralong_1m": {
+        "method": "yarn", "factor": 128, "beta_fast": 4.0, "beta_slow": 1.0, "trained": 8192,
+        "target": 2**20, "row_length": 2**20, "tokens": 1e9, "packing": "concatenate",
+        "start": "unscaled",
+    },
+    # github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3316
+    "qwen3_128k_yarn": {
+        "method": "yarn", "factor": 3.2, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "attention_factor": 1.0, "trained": 40960, "target": 131072, "row_length": 131072,
+        "rows": 8, "learning_rate": 1e-6, "schedule": "constant_with_warmup", "warmup_steps": 10,
+    },
+    # arXiv:2309.10400 and its script; arXiv:2309.00071
+    "pose_one_gpu": ADAM
+    | {
+        "method": "yarn", "trained": 8192, "target": 65536, "row_length": 4096, "rows": 16,
+        "learning_rate": 2e-5, "schedule": "linear", "warmup_steps": 10, "positions": "skip",
+    },
+    # arXiv:2309.00071; LoRA's targets: arXiv:2309.12307
+    "evening_8b_lora": ADAM
+    | {
+        "method": "yarn", "trained": 8192, "target": 32768, "row_length": 32768, "rows": 8,
+        "schedule": "linear", "warmup_steps": 20, "weight_decay": 0.0,
+        "lora_targets": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    },
     "smollm2_32k_yarn": YARN
     | {"method": "yarn", "trained": 8192, "target": 32768, "rows": 4, "steps": 200},
     "smollm2_32k_mixed": YARN
@@ -144,6 +179,13 @@ def resolved_values(name):
         "method": extension.method,
         "trained": GEOMETRIES[extension.model].trained_length,
         "target": target,
+        "factor": extension.factor,
+        "start": extension.start,
+        "beta_fast": getattr(method, "beta_fast", None),
+        "beta_slow": getattr(method, "beta_slow", None),
+        "truncate": getattr(method, "truncate", None),
+        "attention_factor": method.frequencies(GEOMETRIES[extension.model]).attention_factor,
+        "clipped_pairs": getattr(method, "clipped_pairs", None),
         "theta": getattr(method, "new_theta", None),
         "temperature": getattr(method, "temperature", None),
         "share": getattr(method, "partial_rotary_factor", None),

@@ -57,7 +57,13 @@ def arguments(folder, config=None, **changes):
     """Return a recipe's command line: TINY or a config file, with changes."""
     options = TINY | {"data": documents(folder.parent)} if config is None else {"config": config}
     options |= {"output_dir": folder, **changes}
-    return [f"--{key}={value}" for key, value in options.items() if value is not None]
+    words = []
+    for key, value in options.items():
+        if isinstance(value, list):
+            words += [f"--{key}", *map(str, value)]
+        elif value is not None:
+            words.append(f"--{key}={value}")
+    return words
 
 
 def documents(folder):

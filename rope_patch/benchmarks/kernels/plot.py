@@ -22,7 +22,7 @@ from rope_patch.evaluation.report.picture import Picture, render_picture
 from rope_patch.utils.plot_style import PALETTE
 
 _PHASES = (FORWARD, BACKWARD)
-_MARKERS = "osD^vPX<>*h"
+_MARKERS = dict(zip(COLOURS, "osD^vPX<>*hp", strict=True))
 _WIDE_WIDTH = 640  # pixels from which two panels are side by side
 _HIGH, _ABOVE, _BELOW, _LINE = 200, 40, 52, 21  # pixels; the last is a line of the legend
 
@@ -113,9 +113,8 @@ def _plot_lines(axes: Axes, title: str, points: Points, cached: int) -> None:
 
 
 def _line_style(name: str) -> dict[str, Any]:
-    marker = _MARKERS[list(COLOURS).index(name)]
     colour = PALETTE[COLOURS[name]][0]
-    return {"color": colour, "marker": marker, "markersize": 4.5, "lw": 1.7, "zorder": 3}
+    return {"color": colour, "marker": _MARKERS[name], "markersize": 4.5, "lw": 1.7, "zorder": 3}
 
 
 def _legend_handle(figure: Figure, name: str) -> Any:

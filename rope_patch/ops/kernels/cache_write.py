@@ -23,7 +23,7 @@ from rope_patch.ops.kernels.launcher import (
 from rope_patch.ops.kernels.qk_norm_rope import WARPS_ALL_HEADS, make_constexprs
 from rope_patch.ops.kernels.qk_norm_rope_kernels import cos_sin_of_token, norm_and_rotate
 from rope_patch.ops.kernels.rope import rotate_tile
-from rope_patch.ops.kernels.tile import read_pairs
+from rope_patch.ops.kernels.tile import read_pairs, row_and_token
 from rope_patch.ops.validation import validate_cache, validate_shapes
 
 # -- kernel ----------------------------------------------------------------------------------------
@@ -98,17 +98,16 @@ def write_kernel(
     positions_a, positions_b, positions_s, freqs_b,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr, OFFSET: tl.constexpr,
-    NORM_ALL_HEADS: tl.constexpr, NORM: tl.constexpr, Q_TILES: tl.constexpr, K_TILES: tl.constexpr,
-    ONE_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, ONE_VALUE_TILE: tl.constexpr,
+    NORM_ALL_HEADS: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, Q_TILES: tl.constexpr,
+    K_TILES: tl.constexpr, ONE_TILE: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr, VALUE_HEADS: tl.constexpr, ONE_VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Rotate a token's queries or its keys, or copy its values (grid: tokens, tiles).
 
     Tiles are those of queries, then of keys, then of values. Without ONE_TILE and ONE_VALUE_TILE,
     each of the three is one program.
     """
-    b = (tl.program_id(0) // S).to(tl.int64)
-    s = (tl.program_id(0) % S).to(tl.int64)
+    b, s = row_and_token(tl.program_id(0), S, ROWS)
     slot = tl.load(start).to(tl.int64) + s
     fits = (slot >= 0) & (slot < slots)
     written = tl.where(fits, K, 0)
@@ -227,7 +226,9 @@ def _make_spec(
         q, k, packed_freqs, sections, 0.0 if norms is None else norms[3], interleaved,
         heads_dim, norm_all_heads,
     )  # fmt: skip
-    programs, warps = head_splits(tokens, (heads, key_heads), constexprs)
+    programs, warps = head_splits(
+        tokens, (heads, key_heads), constexprs, has_norms=norms is not None
+    )
     is_split = programs > 1
     q_tiles, k_tiles = (
         triton.cdiv(count, constexprs["HEADS"]) if is_split else 1 for count in (heads, key_heads)

@@ -23,11 +23,16 @@ _ONE_PROGRAM_TOKENS = 4096
 _HALF_TILE_TOKENS = 1024
 
 # Up to this many tokens, a program takes one head, and a thread one pair, so that a thread executes
-# few instructions. All threads together execute more, which would cost time with more tokens.
+# few instructions. All threads together execute more, which would cost time with more tokens. With
+# norms, each of a program's warps takes a head, so that no warp waits for another one's sum.
 _ONE_HEAD_TOKENS = 0 if INTERPRETED else 16  # the interpreter runs programs one after another
+_NORMED_HEADS = 4
 
 # Elements of x that a warp has in flight: 16 bytes for each load in 16-bit types, 4 loads.
 _ELEMENTS_PER_WARP = 1024
+
+# Warps of a program without norms that takes all heads of a token.
+_WIDE_WARPS = 4
 
 # Launches that are remembered: about as many lengths of prompts.
 _MAX_LAUNCHES = 1024
@@ -148,25 +153,53 @@ def tile_sizes(head_dim: int, rotary_dim: int, heads: int) -> dict[str, int]:
     return {"D": head_dim, "R": rotary_dim, "PAIRS": pairs, "UNROTATED": unrotated, "HEADS": rows}
 
 
-def head_splits(tokens: int, heads: tuple[int, ...], sizes: dict[str, Any]) -> tuple[int, int]:
+def head_splits(
+    tokens: int,
+    heads: tuple[int, ...],
+    sizes: dict[str, Any],
+    *,
+    has_norms: bool = False,
+    may_widen: bool = False,
+) -> tuple[int, int]:
     """Return how many programs share a token, and the warps of each.
 
     Args:
         tokens: Number of tokens.
         heads: Numbers of heads, where no tile holds heads of two of them.
         sizes: The constants of a tile, which becomes smaller if tokens are few.
+        has_norms: Whether heads are normed.
+        may_widen: Whether the tile may become larger if tokens are many.
     """
     if tokens >= _ONE_PROGRAM_TOKENS:
-        return 1, 1
+        return 1, _widen_tile(sum(heads), sizes) if may_widen else 1
     warps = 1
     if not sizes.get("NORM_ALL_HEADS"):
         # A smaller tile would be narrower than 16 bytes a thread.
         can_halve = sizes["HEADS"] > 1 and sizes["HEADS"] * sizes["PAIRS"] > _ELEMENTS_PER_WARP // 4
-        if tokens <= _ONE_HEAD_TOKENS:
+        if tokens <= _ONE_HEAD_TOKENS and has_norms:
+            sizes["HEADS"] = warps = _NORMED_HEADS
+        elif tokens <= _ONE_HEAD_TOKENS:
             sizes["HEADS"], warps = 1, min(max(sizes["PAIRS"] // 32, 1), 4)
         elif tokens < _HALF_TILE_TOKENS and can_halve:
             sizes["HEADS"] //= 2
     return sum(triton.cdiv(count, sizes["HEADS"]) for count in heads), warps
+
+
+def rows_kind(batch: int, tokens: int) -> str:
+    """Return what `tile.row_and_token` is compiled for, by the numbers of rows and their tokens."""
+    return "one" if batch == 1 else "of one token" if tokens == 1 else "any"
+
+
+def _widen_tile(heads: int, sizes: dict[str, Any]) -> int:
+    """Double a tile of a program that takes all heads of a token; return the program's warps.
+
+    Each thread then reads 16 bytes of either half of the pairs. Without norms, which sum over a
+    head, that is faster than one warp with a tile of half the size. One tile of all heads stays.
+    """
+    if sizes["HEADS"] >= heads:
+        return 1
+    sizes["HEADS"] *= 2
+    return min(max(sizes["HEADS"] * sizes["PAIRS"] // (_ELEMENTS_PER_WARP // 4), 1), _WIDE_WARPS)
 
 
 def strides(x: torch.Tensor, heads_dim: int) -> tuple[int, int, int, int]:

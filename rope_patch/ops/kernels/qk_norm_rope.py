@@ -19,6 +19,7 @@ from rope_patch.ops.kernels.launcher import (
     head_splits,
     position_strides,
     row_stride,
+    rows_kind,
     strides,
     tile_sizes,
 )
@@ -26,12 +27,15 @@ from rope_patch.ops.kernels.qk_norm_rope_kernels import backward_kernel, forward
 from rope_patch.ops.kernels.weight_gradient_sum import sum_programs
 from rope_patch.ops.validation import validate_shapes
 
-# Programs of the backward pass: enough to fill a large GPU, and few enough that the partial weight
-# gradients, one set for each program, stay small beside the keys. The number is the same on every
-# device, so sums are taken in the same order.
+# Programs of the backward pass with gradients of weights: enough to fill a large GPU, and few
+# enough that the partial gradients, one set for each program, stay small beside the keys. The
+# number is the same on every device, so sums are taken in the same order.
 _PROGRAMS = 2048
 
-# The same where one program holds all heads of a token, with as many weights, in 4 warps. More
+# Without them, more programs hide each other's waiting.
+_PROGRAMS_FROZEN = 4096
+
+# With them, where one program holds all heads of a token, with as many weights, in 4 warps. More
 # warps compute the same angles more often.
 _PROGRAMS_ALL_HEADS = 512
 WARPS_ALL_HEADS = 4
@@ -124,7 +128,7 @@ def launch_backward(
     max_heads = max(q.shape[heads_dim], k.shape[heads_dim])
     rotary_dim = 2 * (packed_freqs.shape[-1] - 1)
     programs, shares = _backward_programs(
-        tokens, q.shape[-1], rotary_dim, max_heads, norm_all_heads
+        tokens, q.shape[-1], rotary_dim, max_heads, norm_all_heads, weights
     )
     numel = q_weight.numel() + k_weight.numel()
     partial_sums = torch.empty(
@@ -175,7 +179,8 @@ def _make_forward_spec(
     constexprs = make_constexprs(
         q, k, packed_freqs, sections, offset, interleaved, heads_dim, norm_all_heads
     )
-    tiles, warps = head_splits(tokens, (q.shape[heads_dim], k.shape[heads_dim]), constexprs)
+    heads = (q.shape[heads_dim], k.shape[heads_dim])
+    tiles, warps = head_splits(tokens, heads, constexprs, has_norms=True)
     return LaunchSpec(
         (tokens, tiles, 1),
         (eps, *_scalar_args((q, k, q_out, k_out), positions, packed_freqs, heads_dim)),
@@ -196,7 +201,7 @@ def _make_backward_spec(
         q, k, packed_freqs, sections, offset, interleaved, heads_dim, norm_all_heads
     )
     if not norm_all_heads:
-        constexprs["HEADS"] = _backward_tile_heads(constexprs["HEADS"])
+        constexprs["HEADS"] = _backward_tile_heads(constexprs["HEADS"], weights)
     scalars = _scalar_args((q, k, q_grad, k_grad, q_out, k_out), positions, packed_freqs, heads_dim)
     return LaunchSpec(
         (programs, 2, shares),
@@ -211,21 +216,22 @@ def _make_backward_spec(
     )
 
 
-def _backward_tile_heads(heads: int) -> int:
-    """Return half a tile, because two tiles and the sums must fit into registers."""
-    return max(heads // 2, 1)
+def _backward_tile_heads(heads: int, weights: bool) -> int:
+    """Return half a tile with gradients of weights: two tiles and sums must fit into registers."""
+    return max(heads // 2, 1) if weights else heads
 
 
 @lru_cache(maxsize=1024)
 def _backward_programs(
-    tokens: int, head_dim: int, rotary_dim: int, heads: int, norm_all_heads: bool
+    tokens: int, head_dim: int, rotary_dim: int, heads: int, norm_all_heads: bool, weights: bool
 ) -> tuple[int, int]:
     """Return numbers of programs for tokens, and of programs that share a token's heads."""
     if norm_all_heads:
         return min(tokens, _PROGRAMS_ALL_HEADS), 1
-    programs = min(tokens, _PROGRAMS)
-    tile_heads = _backward_tile_heads(tile_sizes(head_dim, rotary_dim, heads)["HEADS"])
-    return programs, min(triton.cdiv(heads, tile_heads), _PROGRAMS // max(programs, 1))
+    most = _PROGRAMS if weights else _PROGRAMS_FROZEN
+    programs = min(tokens, most)
+    tile_heads = _backward_tile_heads(tile_sizes(head_dim, rotary_dim, heads)["HEADS"], weights)
+    return programs, min(triton.cdiv(heads, tile_heads), most // max(programs, 1))
 
 
 def make_constexprs(
@@ -250,6 +256,7 @@ def make_constexprs(
         "SECTIONS": sections is not None,
         "OFFSET": offset,
         "NORM_ALL_HEADS": norm_all_heads,
+        "ROWS": rows_kind(q.shape[0], q.shape[3 - heads_dim]),
     }
 
 

@@ -15,6 +15,7 @@ from rope_patch.ops.kernels.tile import (
     load_weights,
     read_pairs,
     rotate,
+    row_and_token,
     store_pairs,
     store_unrotated,
     widen_pairs,
@@ -98,7 +99,7 @@ def forward_kernel(
     positions_a, positions_b, positions_s, freqs_b,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
-    OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr,
+    OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, ROWS: tl.constexpr, SAVE: tl.constexpr,
     ONE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate one token, or one tile of its heads if ONE_TILE (grid: tokens, tiles).
@@ -106,8 +107,7 @@ def forward_kernel(
     The last tiles are those of keys. A tile is read while the angles are computed.
     """
     token = tl.program_id(0).to(tl.int64)
-    b = (tl.program_id(0) // S).to(tl.int64)
-    s = (tl.program_id(0) % S).to(tl.int64)
+    b, s = row_and_token(tl.program_id(0), S, ROWS)
     packed_freqs += b * freqs_b
     positions += b * positions_b + s * positions_s
     q += b * q_b + s * q_s
@@ -166,7 +166,7 @@ def _gradients(
     saved_b, saved_s, saved_h, saved_d, grad_b, grad_s, grad_h, grad_d, out_b, out_s, out_h, out_d,
     positions_a, positions_b, positions_s, freqs_b, D: tl.constexpr, R: tl.constexpr,
     PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    SECTIONS: tl.constexpr, OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr,
+    SECTIONS: tl.constexpr, OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, ROWS: tl.constexpr,
     RECOMPUTE_INPUT: tl.constexpr, WEIGHTS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of this program's share of queries or keys, for all its tokens."""
@@ -186,8 +186,8 @@ def _gradients(
     sum2 = tl.zeros((HEADS, PAIRS), dtype=tl.float32)
     sum3 = tl.zeros((HEADS, UNROTATED if UNROTATED > 0 else 1), dtype=tl.float32)
     for index in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        wide = tl.full((), 0, tl.int64)
-        token, b, s = index + wide, index // S + wide, index % S + wide
+        token = index + tl.full((), 0, tl.int64)
+        b, s = row_and_token(index, S, ROWS)
         row_freqs = packed_freqs + b * freqs_b
         row_positions = positions + b * positions_b + s * positions_s
         cos, sin = angles(row_positions, row_freqs, sections, positions_a, SECTIONS, R, PAIRS)
@@ -251,8 +251,8 @@ def backward_kernel(
     positions_a, positions_b, positions_s, freqs_b,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
-    OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, RECOMPUTE_INPUT: tl.constexpr,
-    WEIGHTS: tl.constexpr, SHARED: tl.constexpr,
+    OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, ROWS: tl.constexpr,
+    RECOMPUTE_INPUT: tl.constexpr, WEIGHTS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Compute all gradients: half of the programs take queries, half keys.
 
@@ -270,7 +270,7 @@ def backward_kernel(
             tokens, S, H,
             q_b, q_s, q_h, q_d, qg_b, qg_s, qg_h, qg_d, qo_b, qo_s, qo_h, qo_d,
             positions_a, positions_b, positions_s, freqs_b,
-            D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS,
+            D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS, ROWS,
             RECOMPUTE_INPUT, WEIGHTS, SHARED,
         )  # fmt: skip
     else:
@@ -280,6 +280,6 @@ def backward_kernel(
             tokens, S, K,
             k_b, k_s, k_h, k_d, kg_b, kg_s, kg_h, kg_d, ko_b, ko_s, ko_h, ko_d,
             positions_a, positions_b, positions_s, freqs_b,
-            D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS,
+            D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS, ROWS,
             RECOMPUTE_INPUT, WEIGHTS, SHARED,
         )  # fmt: skip

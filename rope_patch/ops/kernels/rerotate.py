@@ -21,6 +21,7 @@ from rope_patch.ops.kernels.launcher import (
     LaunchSpec,
     position_strides,
     row_stride,
+    rows_kind,
     strides,
     tile_sizes,
 )
@@ -29,6 +30,7 @@ from rope_patch.ops.kernels.tile import (
     attention_factor,
     read_rows,
     rotate,
+    row_and_token,
     stochastic_round,
     store_rows,
     widen_pairs,
@@ -89,15 +91,14 @@ def rerotate_kernel(
     keys, addresses, positions, packed_freqs, layers, S, H, k_b, k_s, k_h, k_d,
     positions_b, positions_s, freqs_b,
     R: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LAYERS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr,
+    LAYERS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Re-rotate TILES tiles of a token's heads in all layers (grid: tokens, shares of the tiles).
 
     LAYERS is "one", which is `keys`, or "one a tile" or "several a tile". These start at their
     entries of `addresses`, multiples of 16 if ALIGNED, and `keys` tells the dtype alone.
     """
-    b = (tl.program_id(0) // S).to(tl.int64)
-    s = (tl.program_id(0) % S).to(tl.int64)
+    b, s = row_and_token(tl.program_id(0), S, ROWS)
     offset = b * k_b + s * k_s
     row = tl.program_id(1) * TILES * HEADS
     # The first tile is read while the angles are computed.
@@ -215,6 +216,7 @@ def _make_spec(
             "INTERLEAVED": interleaved,
             "LAYERS": "one" if layers == 1 else kind,
             "ALIGNED": is_aligned,
+            "ROWS": rows_kind(batch, tokens),
             "TILES": triton.cdiv(tiles, programs),  # the programs' shares are alike
         },
     )

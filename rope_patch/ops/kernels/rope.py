@@ -19,6 +19,7 @@ from rope_patch.ops.kernels.launcher import (
     head_splits,
     position_strides,
     row_stride,
+    rows_kind,
     strides,
     tile_sizes,
 )
@@ -27,6 +28,7 @@ from rope_patch.ops.kernels.tile import (
     attention_factor,
     read_rows,
     rotate,
+    row_and_token,
     store_rows,
     widen_pairs,
 )
@@ -92,7 +94,7 @@ def rope_kernel(
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, CONJUGATE: tl.constexpr,
     SECTIONS: tl.constexpr, KEYS: tl.constexpr, DENSE: tl.constexpr,
-    ALIGNED: tl.constexpr, ONE_TILE: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, ONE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Rotate one token, or one tile of its heads if ONE_TILE (grid: tokens, tiles).
 
@@ -100,8 +102,7 @@ def rope_kernel(
     computed once for them. The backward pass negates the angle, because the rotation is orthogonal
     up to the attention factor.
     """
-    b = (tl.program_id(0) // S).to(tl.int64)
-    s = (tl.program_id(0) % S).to(tl.int64)
+    b, s = row_and_token(tl.program_id(0), S, ROWS)
     packed_freqs += b * freqs_b
     positions += b * positions_b + s * positions_s
     q += b * q_b + s * q_s
@@ -216,7 +217,7 @@ def _make_spec(
     tokens, heads, key_heads = q.shape[3 - heads_dim], q.shape[heads_dim], keys.shape[heads_dim]
     all_heads = heads if k is None else heads + key_heads
     sizes = tile_sizes(q.shape[-1], 2 * (packed_freqs.shape[-1] - 1), all_heads)
-    tiles, warps = head_splits(q.shape[0] * tokens, (all_heads,), sizes)
+    tiles, warps = head_splits(q.shape[0] * tokens, (all_heads,), sizes, may_widen=True)
     if inplace:
         sizes["UNROTATED"] = 0  # in place, these dimensions need no copy
     scalars = [tokens, heads, key_heads]
@@ -233,6 +234,7 @@ def _make_spec(
             "KEYS": k is not None,
             "DENSE": all(x.stride(-1) == 1 for x in (q, keys, q_out, keys_out)),
             "ALIGNED": all(map(_is_aligned, (q, keys, q_out, keys_out))),
+            "ROWS": rows_kind(q.shape[0], tokens),
             "ONE_TILE": tiles * sizes["HEADS"] >= all_heads,
         },
         warps,

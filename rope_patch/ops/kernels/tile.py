@@ -16,8 +16,9 @@ def cos_sin(phase):
     The two upper bits give the nearest quarter of a turn. The rest is at most an eighth of a turn,
     where the polynomials of Cephes' sinf and cosf hold.
     """
-    quarter = (phase + (1 << 61)) >> 62
-    rest = ((phase - (quarter << 62)) >> 32).to(tl.int32).to(tl.float32)
+    upper = (phase >> 32).to(tl.int32)  # the rest is below float32's precision
+    quarter = (upper + (1 << 29)) >> 30
+    rest = (upper - (quarter << 30)).to(tl.float32)
     x = rest * 1.4629180792671596e-9  # 2 pi / 2^32
     x2 = x * x
     s = ((-1.9515295891e-4 * x2 + 8.3321608736e-3) * x2 - 1.6666654611e-1) * x2 * x + x
@@ -29,6 +30,24 @@ def cos_sin(phase):
     cos = tl.where(((quarter + 1) & 2) != 0, -cos, cos)
     sin = tl.where((quarter & 2) != 0, -sin, sin)
     return cos, sin
+
+
+@triton.jit
+def row_and_token(index, S, ROWS: tl.constexpr):
+    """Return the row and the place in it of a token, by its index among all tokens, in int64.
+
+    A division takes about as long as one read of memory, and all reads need its result. So there
+    is none where ROWS is "one" or "of one token"; else it is "any".
+    """
+    index = index + tl.full((), 0, tl.int64)
+    zero = tl.full((), 0, tl.int64)
+    if ROWS == "one":
+        return zero, index
+    elif ROWS == "of one token":
+        return index, zero
+    else:
+        narrow = index.to(tl.int32)
+        return (narrow // S).to(tl.int64), (narrow % S).to(tl.int64)
 
 
 @triton.jit

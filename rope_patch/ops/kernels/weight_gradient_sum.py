@@ -11,9 +11,12 @@ import triton.language as tl
 
 from rope_patch.ops.kernels.launcher import Launcher, LaunchSpec
 
-# A program takes as many columns as 64 bytes hold, and 8 KB at once.
-_TILE = {"ROWS": 128, "COLUMNS": 16}
+# Elements that a program reads at once, in 16 loads of 16 bytes for a quarter of its threads each.
+_ELEMENTS = 4096
 _WARPS = 8
+
+# Columns of a program: few where all are few, so that many programs read.
+_NARROW, _FEW_COLUMNS, _MANY_COLUMNS = 2048, 4, 16
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -59,5 +62,7 @@ def sum_programs(
 
 
 def _make_spec(sizes: tuple[int, int, int]) -> LaunchSpec:
-    grid = (triton.cdiv(sizes[1] + sizes[2], _TILE["COLUMNS"]), 1, 1)
-    return LaunchSpec(grid, sizes, _TILE, _WARPS)
+    width = sizes[1] + sizes[2]
+    columns = _FEW_COLUMNS if width <= _NARROW else _MANY_COLUMNS
+    tile = {"ROWS": _ELEMENTS // columns, "COLUMNS": columns}
+    return LaunchSpec((triton.cdiv(width, columns), 1, 1), sizes, tile, _WARPS)

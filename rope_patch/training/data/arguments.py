@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rope_patch.training.data.compression import check_compression_ratio
 from rope_patch.training.data.row_positions import WITHOUT_MASKS, check_positions
 from rope_patch.utils.errors import did_you_mean
 
@@ -55,6 +56,13 @@ class DataArguments:
     )
     min_document_length: int = field(
         default=0, metadata={"help": "Leave out documents of fewer tokens."}
+    )
+    compression_ratio: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Keep long documents whose size compressed by zlib / size is between two "
+            "bounds, such as 0.3 0.6: repetition is below, noise above."
+        },
     )
     text_column: str = field(
         default="text",
@@ -116,6 +124,7 @@ def check_data_arguments(arguments: DataArguments, row_length: int) -> None:
     if not 0 <= a.short_share < 1:
         raise ValueError(f"short_share must be at least 0 and below 1, got {a.short_share}")
     check_positions(a)
+    check_compression_ratio(a.compression_ratio)
     if a.data_weights is not None and len(a.data_weights) != len(a.data):
         raise ValueError(
             f"expected a data_weights for each of {len(a.data)} sources in data, got "
@@ -144,6 +153,8 @@ def ineffective_keys(arguments: DataArguments) -> set[str]:
         keys.add("positions")
     if not arguments.is_best_fit:
         keys.add("packing_window")
+    if arguments.compression_ratio is None:
+        keys.add("compression_ratio")
     return keys
 
 

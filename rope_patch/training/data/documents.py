@@ -12,11 +12,12 @@ IGNORED = -100  # a label that transformers' losses leave out
 
 
 class TokenizedDocument(NamedTuple):
-    """A document's location, and its tokens and labels, `[S]` int64 each."""
+    """A document's location, tokens and labels, `[S]` int64 each, and its text, if read."""
 
     location: str
     ids: torch.Tensor
     labels: torch.Tensor
+    text: str | None = None
 
 
 def tokenize(document: DocumentRef, tokenizer: Any, text_column: str) -> TokenizedDocument:
@@ -29,7 +30,8 @@ def tokenize(document: DocumentRef, tokenizer: Any, text_column: str) -> Tokeniz
         ValueError: The record is damaged or unsuitable; names its location.
     """
     loaded = document.load()
-    labels = None
+    labels: torch.Tensor | None = None
+    text: str | None = None
     if isinstance(loaded, dict) and loaded.get("input_ids") is not None:
         ids = _to_int64(loaded["input_ids"], "input_ids", document.location)
         _require_in_vocabulary(ids, len(tokenizer), document.location)
@@ -47,7 +49,7 @@ def tokenize(document: DocumentRef, tokenizer: Any, text_column: str) -> Tokeniz
     if end is not None and len(ids) and ids[-1] != end:
         ids = torch.cat([ids, ids.new_tensor([end])])
         labels = None if labels is None else torch.cat([labels, ids.new_tensor([IGNORED])])
-    return TokenizedDocument(document.location, ids, ids if labels is None else labels)
+    return TokenizedDocument(document.location, ids, ids if labels is None else labels, text)
 
 
 def _record_text(record: dict[str, Any], column: str, location: str) -> str:

@@ -7,11 +7,9 @@ the model gets neither an attention mask nor a cache: call it with `use_cache=Fa
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator
 from dataclasses import asdict
 from fractions import Fraction
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -25,125 +23,14 @@ from rope_patch.training.data.arguments import (
     ineffective_keys,
 )
 from rope_patch.training.data.best_fit import BestFitRows, Piece
+from rope_patch.training.data.compression import document_text
+from rope_patch.training.data.document_source import DocumentSource
 from rope_patch.training.data.documents import IGNORED, TokenizedDocument, tokenize
-from rope_patch.training.data.readers import Cursor, DocumentRef, Reader
+from rope_patch.training.data.readers import DocumentRef
 from rope_patch.training.data.row_positions import skipped_positions
 from rope_patch.training.data.sources import find_source
 
-_POSITION_KEYS = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")
-_COUNT_KEYS = ("documents", "tokens", "left_out", "left_out_tokens")
 _YIELD_KEYS = ("tokens", "padding", "documents", "cut")
-_logger = logging.getLogger("rope_patch")
-
-
-class _DocumentSource:
-    """An endless stream of a source's documents; `state` holds the next token's place."""
-
-    def __init__(
-        self, name: str, readers: list[Reader], encode: Any, window: int, seed: str
-    ) -> None:
-        self.name, self.min_tokens, self.quiet = name, 1, True
-        self.too_short_hint = "other documents"
-        self.state: dict[str, Any] = dict.fromkeys(_POSITION_KEYS + _COUNT_KEYS, 0)
-        self.state["cursor"] = None  # of the record; checkpoints of version 0.1 have none
-        self._readers, self._encode, self._window, self._seed = readers, encode, window, seed
-        self._documents = self._read_documents()
-        self._document: TokenizedDocument | None = None
-
-    def take(self, limit: int, whole: bool) -> Piece:
-        """Return the next tokens of a document: `limit`, or fewer at its end unless `whole`."""
-        state = self.state
-        while self._document is None or state["length"] - state["offset"] < (limit if whole else 1):
-            self._document = next(self._documents)
-        cut = slice(state["offset"], state["offset"] + limit)
-        ids, begins = self._document.ids[cut], not state["offset"]
-        piece = Piece(
-            self._document.location,
-            ids,
-            self._document.labels[cut],
-            begins=begins,
-            is_cut=begins and len(ids) < state["length"],
-        )
-        state["offset"] += len(piece.ids)
-        state["tokens"] += len(piece.ids)
-        return piece
-
-    def counts(self) -> dict[str, int]:
-        """Return the counts of documents and tokens so far, and the epochs completed."""
-        return {key: self.state[key] for key in _COUNT_KEYS} | {"epochs": self.state["epoch"]}
-
-    def _read_documents(self) -> Iterator[TokenizedDocument]:
-        state = self.state
-        while True:
-            for place, entry in self._entries():
-                state.update(place)
-                document = self._encode(entry)
-                size = len(document.ids)
-                if not state["length"]:
-                    state["longest"] = max(state["longest"], size)
-                    if size < self.min_tokens:
-                        state["left_out"] += 1
-                        state["left_out_tokens"] += size
-                        continue
-                    state.update(
-                        length=size,
-                        documents=state["documents"] + 1,
-                        accepted=state["accepted"] + 1,
-                    )
-                elif state["length"] != size:
-                    raise ValueError(
-                        f"cannot resume: {document.location} has {size:,} tokens, it had "
-                        f"{state['length']:,} when the run was saved: bring back the data and the "
-                        "tokenizer of that run, or start anew"
-                    )
-                yield document
-                state["left_out_tokens"] += size - state["offset"]
-                state["length"] = state["offset"] = 0
-            self._end_epoch()
-
-    def _entries(self) -> Iterator[tuple[dict[str, Any], DocumentRef]]:
-        """Yield this epoch's documents from the state on, each with the state that leads to it."""
-        first_part, record, first_index = (self.state[key] for key in ("part", "record", "taken"))
-        cursor: Cursor | None = self.state["cursor"]
-        salt, order = f"{self._seed} {self.state['epoch']}", list(range(len(self._readers)))
-        if self._window:
-            Random(salt).shuffle(order)
-        entries = (
-            (part, entry)
-            for part in range(first_part, len(order))
-            for entry in self._readers[order[part]].read(
-                *((record, cursor) if part == first_part else ())
-            )
-        )
-        # Shuffle in blocks: a block's first record and an index within it locate any document.
-        while block := list(itertools.islice(entries, max(1, self._window))):
-            part, first = block[0]
-            if self._window:
-                Random(f"{salt} {part} {first.number}").shuffle(block)
-            for index in range(first_index, len(block)):
-                place = {"part": part, "record": first.number, "taken": index}
-                yield place | {"cursor": first.cursor}, block[index][1]
-            first_index = 0
-
-    def _end_epoch(self) -> None:
-        state = self.state
-        if not state["accepted"] and not state["left_out"]:
-            raise ValueError(f"no documents in {self.name!r}: expected at least one; leave it out")
-        fix = (
-            f"{self.too_short_hint}, or longer documents (the longest has {state['longest']:,} "
-            "tokens, expected "
-            f"{self.min_tokens:,})"
-        )
-        if not state["accepted"]:
-            raise ValueError(f"no row from {self.name!r}, all is too short: say {fix}")
-        if state["epoch"] == 0 and not self.quiet:
-            if state["left_out"]:
-                _logger.warning(
-                    "%s: %d of %d documents were too short and left out; to use them, say %s",
-                    self.name, state["left_out"], state["left_out"] + state["documents"], fix,
-                )  # fmt: skip
-            _logger.warning("%s: all documents were used, its second epoch begins", self.name)
-        state.update(epoch=state["epoch"] + 1, part=0, record=0, taken=0, cursor=None, accepted=0)
 
 
 class PackedRows(IterableDataset):
@@ -257,18 +144,19 @@ class PackedRows(IterableDataset):
             del settings[key]
         return settings | {"short_length": self._short_length}
 
-    def _make_sources(self) -> dict[str, list[_DocumentSource]]:
+    def _make_sources(self) -> dict[str, list[DocumentSource]]:
         a = self._arguments
-        sources: dict[str, list[_DocumentSource]] = {"long": [], "short": []}
-        encoded = partial(tokenize, tokenizer=self._tokenizer, text_column=a.text_column)
+        sources: dict[str, list[DocumentSource]] = {"long": [], "short": []}
         for (kind, name), readers in self._readers.items():
             seed = f"{self._seed} {kind} {len(sources[kind])}"
-            source = _DocumentSource(name, readers, encoded, a.shuffle_window, seed)
+            source = DocumentSource(name, readers, self._encode, a.shuffle_window, seed)
             source.quiet = self._rank > 0
             if kind == "long":
                 single = a.packing == "single"
                 source.min_tokens = max(self._row_length if single else 1, a.min_document_length)
                 source.too_short_hint = "a lower min_document_length"
+                source.ratio_bounds = a.compression_ratio
+                source.read_text = self._text
                 if source.min_tokens == self._row_length and single:
                     source.too_short_hint = "a shorter train_length, packing: concatenate"
             if self._state is not None:
@@ -276,7 +164,13 @@ class PackedRows(IterableDataset):
             sources[kind].append(source)
         return sources
 
-    def _make_best_fit_rows(self, sources: list[_DocumentSource]) -> BestFitRows | None:
+    def _encode(self, document: DocumentRef) -> TokenizedDocument:
+        return tokenize(document, self._tokenizer, self._arguments.text_column)
+
+    def _text(self, document: TokenizedDocument) -> str:
+        return document_text(document, self._tokenizer)
+
+    def _make_best_fit_rows(self, sources: list[DocumentSource]) -> BestFitRows | None:
         """Return the long rows' packing where whole documents are chosen for them."""
         a = self._arguments
         if not a.is_best_fit:
@@ -293,7 +187,7 @@ class PackedRows(IterableDataset):
     def _make_row(
         self,
         index: int,
-        sources: dict[str, list[_DocumentSource]],
+        sources: dict[str, list[DocumentSource]],
         best_fit: BestFitRows | None,
         row_yield: dict[str, int],
     ) -> dict[str, Any]:
@@ -341,7 +235,7 @@ class PackedRows(IterableDataset):
             "row": info,
         }
 
-    def _take_pieces(self, sources: list[_DocumentSource], *, short: bool) -> list[Piece]:
+    def _take_pieces(self, sources: list[DocumentSource], *, short: bool) -> list[Piece]:
         """Return a row's pieces, one after another."""
         a = self._arguments
         weights = None if short and a.short_data is not None else a.data_weights
@@ -370,9 +264,7 @@ class PackedRows(IterableDataset):
         return 0  # never seen by a document
 
 
-def _most_underserved(
-    sources: list[_DocumentSource], weights: list[float] | None
-) -> _DocumentSource:
+def _most_underserved(sources: list[DocumentSource], weights: list[float] | None) -> DocumentSource:
     """Return the source furthest behind its share of the tokens; the first of equals."""
     weights = weights or [1.0] * len(sources)
     tokens_per_weight = sum(source.state["tokens"] for source in sources) / sum(weights)

@@ -18,6 +18,7 @@ from rope_patch.benchmarks.kernels.implementations import (
 )
 from rope_patch.benchmarks.kernels.run_state import read_results
 from rope_patch.benchmarks.kernels.tables import launch_table
+from rope_patch.benchmarks.kernels.third_party import third_party_implementations
 from rope_patch.cli import app
 from rope_patch.cli import bench as benchmarking
 from rope_patch.patching.kernels import attention_forward
@@ -95,6 +96,19 @@ def test_page_is_self_contained(run):
     assert "prefers-color-scheme: dark" in page
     for word in ("http://", "https://", "<script", "<link", "src="):
         assert word not in page
+
+
+def test_every_contender_has_a_line_in_the_picture(run, tmp_path):
+    results = read_results(run[1])
+    contenders = [*builtin_implementations(), *third_party_implementations(None)]
+    results["titles"] |= {c.name: c.title for c in contenders}
+    for case in results["cases"]:
+        row = next(row for row in case["rows"] if row["contender"] == "hf")
+        copies = [row for row in case["rows"] if row["contender"].startswith("copy")]
+        case["rows"] = [*copies, *(row | {"contender": c.name} for c in contenders)]
+    report.write_all(results, tmp_path)
+    page = (tmp_path / "bench.html").read_text()
+    assert all(f"> {c.title}</text>" in page or f"<!--  {c.title} -->" in page for c in contenders)
 
 
 def test_sizes_in_l2_and_times_with_launches_are_marked(run, tmp_path):

@@ -326,7 +326,7 @@ def test_weights_take_a_launch_of_their_own_if_they_are_trained(launches):
     assert call.args[10].numel() == 0  # no memory for partial sums
     qk_norm_rope.launch_backward(**backward_inputs())
     (call,) = launches.sum.slow
-    assert call.grid == (2 * 64 // 16, 1, 1)
+    assert call.grid == (2 * 64 // 4, 1, 1)
     assert call.args[3:] == (16, 64, 64)  # 8 tokens, and 2 programs share the heads of each
 
 
@@ -346,27 +346,28 @@ def test_tokens_are_in_the_first_grid_dimension(launches, tokens):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tile", "programs"),
+    ("tokens", "tiles", "programs", "warps"),
     [
-        (1, 1, (66, 66)),
-        (16, 1, (66, 66)),
-        (17, 8, (9, 9)),
-        (1023, 8, (9, 9)),
-        (1024, 16, (5, 5)),
-        (4095, 16, (5, 5)),
-        (4096, 16, (1, 1)),
+        (1, (1, 4), (66, 17), (1, 4)),
+        (16, (1, 4), (66, 17), (1, 4)),
+        (17, (8, 8), (9, 9), (1, 1)),
+        (1023, (8, 8), (9, 9), (1, 1)),
+        (1024, (16, 16), (5, 5), (1, 1)),
+        (4095, (16, 16), (5, 5), (1, 1)),
+        (4096, (32, 16), (1, 1), (4, 1)),
     ],
 )
-def test_few_tokens_are_shared_between_programs(launches, tokens, tile, programs):
-    """Check that 64 + 2 heads of 64 dimensions are split into tiles of 16, 8 or 1 heads."""
+def test_few_tokens_are_shared_between_programs(launches, tokens, tiles, programs, warps):
+    """Check how 64 + 2 heads of 64 dimensions are split, without norms and with them."""
     sizes = {"batch": 1, "tokens": tokens, "heads": 64}
-    for name, count in zip(("rope", "forward"), programs, strict=True):
+    for name, tile, count, warp in zip(("rope", "forward"), tiles, programs, warps, strict=True):
         function, inputs = KERNELS[name]
         function(**inputs(**sizes))
         (call,) = getattr(launches, name).slow
         assert call.constants["HEADS"] == tile
         assert call.grid == (tokens, count, 1)
         assert call.constants["ONE_TILE"] == (count > 1)
+        assert call.warps == warp
 
 
 @pytest.mark.parametrize(
@@ -407,6 +408,26 @@ def test_few_tokens_are_shared_in_the_backward_pass(launches, tokens, shares):
     assert call.constants["HEADS"] == 8
     assert call.grid == (tokens, 2, shares)
     assert call.args[10].shape == (tokens * shares, 2 * 64)
+
+
+@pytest.mark.parametrize(("tokens", "shares"), [(1, 2), (2048, 2), (4096, 1), (8192, 1)])
+def test_without_weights_the_backward_pass_has_more_programs(launches, tokens, shares):
+    qk_norm_rope.launch_backward(**backward_inputs(batch=1, tokens=tokens, heads=32), weights=False)
+    (call,) = launches.backward.slow
+    assert call.constants["HEADS"] == 16
+    assert call.grid == (min(tokens, 4096), 2, shares)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "kind"),
+    [(1, 1, "one"), (1, 5, "one"), (3, 1, "of one token"), (3, 5, "any")],
+)
+def test_a_division_is_left_out_where_there_is_one_row_or_one_token(launches, batch, tokens, kind):
+    for name, (function, inputs) in KERNELS.items():
+        if name != "sum":
+            function(**inputs(batch=batch, tokens=tokens))
+            (call,) = getattr(launches, name).slow
+            assert call.constants["ROWS"] == kind
 
 
 @pytest.mark.parametrize("head_dim", [64, 256, 2048, 4096])

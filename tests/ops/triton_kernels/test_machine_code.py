@@ -35,7 +35,7 @@ REGISTERS = {
     "norm": 96,
     "norm backwards": 128,
     "norm backwards by output": 168,
-    "norm backwards, frozen": 104,
+    "norm backwards, frozen": 128,
 }
 VARIANT_REGISTERS = {
     "rope": 96,
@@ -44,25 +44,27 @@ VARIANT_REGISTERS = {
     "norm": 104,
     "norm backwards": 136,
     "norm backwards by output": 184,
-    "norm backwards, frozen": 120,
+    "norm backwards, frozen": 136,
     "rope into a cache": 72,
     "norm into a cache": 96,
     "sum of weights": 64,
 }
 EXCEPTIONS = {
     # All heads of a token, with as many sums: two programs of 4 warps.
-    (target, "OLMo 2 7B, norm backwards"): 248
-    for target in (*NVIDIA, AMD)
+    **{(target, "OLMo 2 7B, norm backwards"): 248 for target in (*NVIDIA, AMD)},
+    # 12 programs at once. Tuned by times on sm_90.
+    ("sm_80", "Gemma 3 12B, norm backwards"): 168,
+    ("sm_100", "Qwen3 8B, norm backwards, frozen"): 144,
 }
 
 # Above 70%, a kernel cannot reach the memory's bandwidth.
 SHARES = {"Llama": 0.5, "Qwen3": 0.5, "Gemma": 0.5, "SmolLM2": 0.7, "OLMo": 0.7}
 
-# In microseconds: a read more in a row takes 0.16.
+# In microseconds: a read more in a row takes 0.16, a division of integers 0.07.
 ONE_TOKEN = {
-    "Llama 3 8B, rope, one token": 0.45,
-    "SmolLM2 135M, rope, one token": 0.45,
-    "Qwen3 8B, norm, one token": 0.6,
+    "Llama 3 8B, rope, one token": 0.34,
+    "SmolLM2 135M, rope, one token": 0.34,
+    "Qwen3 8B, norm, one token": 0.5,
     "Gemma 3 12B, norm, one token": 0.6,
 }
 
@@ -205,16 +207,17 @@ def test_heads_are_read_and_written_16_bytes_at_a_time(target, name, code):
         # A thread reads its part of both weight vectors, writes their gradients in float32, and
         # reads and writes reciprocal norms one at a time.
         weights = 2 * code.constants["D"] // 32
-        assert narrow["ld"] <= weights * BFLOAT16 + 4 * 4
+        heads = 8 if job.kernel == "norm backwards, frozen" else 4
+        assert narrow["ld"] <= weights * BFLOAT16 + heads * 4
         assert narrow["st"] <= weights * 4 + 2 * 4
 
 
 @cases([AMD], lambda job: job.kernel != "sum of weights" and job.tokens > 1 and not job.interleaved)
 def test_amd_reads_and_writes_heads_16_bytes_at_a_time(target, name, code):
-    """Except where tiles are halved for registers' sake: 64 threads get 8 bytes each."""
+    """Except where 64 threads get 8 bytes each of either half of the pairs."""
     job = JOBS[name]
     accesses, tiles = whole_tiles(code, job.kernel, threads=64)
-    if accesses < 1 or (job.kernel.startswith("norm backwards") and not job.norm_all_heads):
+    if accesses / 2 < 1:
         assert code.accesses["ld 64"] >= tiles
         assert code.accesses["st 64"] >= tiles
         return
@@ -273,12 +276,14 @@ def test_one_token_waits_for_memory_once(target, name, code, record_property):
 
 @pytest.mark.parametrize("target", NVIDIA)
 @pytest.mark.parametrize("name", ONE_TOKEN)
-def test_a_thread_has_one_pair_of_one_token(target, name, code):
-    """It computes one angle, and reads and writes two numbers besides the reciprocal norm."""
-    assert code.constants["HEADS"] == 1
-    assert code.constants["PAIRS"] == 32 * code.warps
-    programs = 2 if JOBS[name].kernel == "norm" else 1  # with code of their own
-    assert code.names["STG.E.U16"] == 2 * programs
+def test_a_thread_has_few_pairs_of_one_token(target, name, code):
+    """One pair; with norms a warp has one head, so that no warp waits for another one's sum."""
+    if JOBS[name].kernel == "norm":
+        assert code.constants["HEADS"] == code.warps == 4
+    else:
+        assert code.constants["HEADS"] == 1
+        assert code.constants["PAIRS"] == 32 * code.warps
+        assert code.names["STG.E.U16"] == 2
 
 
 @pytest.mark.slow
