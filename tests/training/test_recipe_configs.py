@@ -29,6 +29,8 @@ GEOMETRIES = {
     "meta-llama/Meta-Llama-3-8B": LLAMA_3,
     "meta-llama/Meta-Llama-3-8B-Instruct": LLAMA_3,
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA_3,  # start: unscaled
+    "models/olmo-3-7b-stage2": LLAMA_3,  # the same head, theta and length
+    "models/olmo-hybrid-7b-stage2": LLAMA_3,
     "Qwen/Qwen3-0.6B": Geometry(head_dim=128, theta=1e6, trained_length=40960),
     "HuggingFaceTB/SmolLM2-360M": Geometry(head_dim=64, theta=1e5, trained_length=8192),
     "HuggingFaceTB/SmolLM-360M": Geometry(head_dim=64, theta=1e4, trained_length=2048),
@@ -44,6 +46,11 @@ YARN = ADAM | {
 PROLONG = ADAM | {
     "schedule": "cosine_with_min_lr", "floor": 0.1, "warmup_steps": 0.1, "weight_decay": 0.1,
     "max_grad_norm": 1.0,
+}  # fmt: skip
+OLMO = ADAM | {
+    "trained": 8192, "target": 65536, "rows": 64, "row_length": 65536,
+    "learning_rate": 0.00020712352850360292, "schedule": "linear", "warmup_steps": 200,
+    "weight_decay": 0.1, "z_loss": 1e-5, "max_grad_norm": 1.0,
 }  # fmt: skip
 # Values of the papers and their code. Keys that they leave open are missing here.
 PUBLISHED = {
@@ -96,6 +103,17 @@ PUBLISHED = {
         "learning_rate": 3e-4, "temperature": "drope:0.103",
     },
     "prope_32k": {"method": "proportional", "share": 0.75},
+    # arXiv:2512.13961, section 3.6; github.com/allenai/OLMo-core, src/scripts: train/OLMo3/
+    # OLMo3-7B-long-context.py, official/OLMo3/OLMo-3-1025-7B-long-context.py
+    "olmo3_64k": OLMO
+    | {
+        "method": "yarn", "factor": 8, "beta_fast": 32.0, "beta_slow": 1.0,
+        "attention_factor": 0.1 * math.log(8) + 1, "layer_types": ["full_attention"],
+        "tokens": 50e9, "data_weights": [0.34, 0.66], "packing": "best_fit",
+    },
+    # official/OLMo-hybrid/OLMo-hybrid-7B-long-context.py there
+    "olmo_hybrid_drope": OLMO
+    | {"method": "nope", "tokens": 100e9, "packing": "best_fit_unmasked"},
     # train_64K.sh and modeling_flash_llama_cope.py in github.com/hrlics/CoPE
     "cope_64k": PROLONG
     | {
@@ -180,6 +198,8 @@ def resolved_values(name):
         "trained": GEOMETRIES[extension.model].trained_length,
         "target": target,
         "factor": extension.factor,
+        "layer_types": extension.layer_types,
+        "z_loss": extension.z_loss,
         "start": extension.start,
         "beta_fast": getattr(method, "beta_fast", None),
         "beta_slow": getattr(method, "beta_slow", None),
@@ -312,7 +332,7 @@ def test_the_launcher_supports_the_rows(name):
     if parallelism.get("parallelism_config_sp_size", 1) > 1:
         implementation = parallelism["parallelism_config_sp_attn_implementation"]
         assert settings.extension.attention == implementation
-    if (settings.data.packing == "masked") and ours["row_length"] > 32768:
+    if settings.data.masks_documents and ours["row_length"] > 32768:
         assert settings.extension.attention == "flash_attention_2"
 
 

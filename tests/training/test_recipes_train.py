@@ -49,8 +49,29 @@ LLAMA_3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+HYBRID = [
+    [kind] * 3 + ["full_attention"] for kind in ("sliding_attention", "linear_attention")
+]
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
 # Recipe -> class of the config, what differs in it, changed keys of the recipe, target length.
 TINY = {
+    "olmo3_64k": (
+        "Olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 32, "layer_types": HYBRID[0]},
+        {"attention": "sdpa", "tokens": 512.0 * STEPS, "compression_ratio": (0.01, 2.0)},
+        512,
+    ),
+    "olmo_hybrid_drope": (
+        "OlmoHybrid",
+        {"num_hidden_layers": 4, "layer_types": HYBRID[1], **DELTA_NET},
+        {"length": 256, "train_length": 256, "tokens": 256.0 * STEPS},
+        256,
+    ),
     "cope_64k": ("Llama", {}, {"length": 512, "attention": "sdpa"}, 512),
     "ultralong_1m": (
         "Llama",
@@ -122,7 +143,11 @@ def arguments(name, folder):
     if "tokens" in keys:
         del keys["max_steps"]
         keys["gradient_accumulation_steps"] = 1
-    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    words = [
+        word
+        for key, value in keys.items()
+        for word in (f"--{key}", *map(str, value if isinstance(value, tuple) else (value,)))
+    ]
     return [*words, "--data", *write_documents(folder, len(sources))]
 
 
