@@ -27,7 +27,10 @@ def export(
     model: Model,
     engine: Annotated[
         str,
-        typer.Option(help="transformers (5), transformers4, vllm, sglang, llama.cpp or mlx."),
+        typer.Option(
+            help="transformers (5), transformers4, vllm, sglang, llama.cpp or mlx; or the trainers "
+            "axolotl and llama-factory."
+        ),
     ],
     method: Annotated[
         str | None,

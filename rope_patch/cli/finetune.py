@@ -40,6 +40,10 @@ def finetune(
     the data or a key of the recipe is another than before; --keys says which keys may change. One
     run at a time works in OUTPUT_DIR.
 
+    A recipe with `stages` extends in steps, such as 4k, 32k, 128k. Each stage starts with the
+    weights of the one before, in OUTPUT_DIR/stage-K, and its rotation is computed from the
+    original model. --plan and --resume auto work on all of them.
+
     \b
     Examples:
       rope-patch finetune --config smoke_cpu

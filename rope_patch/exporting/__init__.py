@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rope_patch.exporting import axolotl
 from rope_patch.exporting.encoding import export_encoding
-from rope_patch.exporting.engines import ENGINES, require_engine, run_exporter
+from rope_patch.exporting.engines import ENGINES, TRAINERS, require_engine, run_exporter
 from rope_patch.exporting.folder import write_folder
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.target import Target
 
-__all__ = ["ENGINES", "Export", "Target", "export", "require_engine", "write_folder"]
+__all__ = ["ENGINES", "TRAINERS", "Export", "Target", "export", "require_engine", "write_folder"]
 
 
 def export(model_or_config: Any, engine: str) -> Export:
@@ -26,11 +27,12 @@ def export(model_or_config: Any, engine: str) -> Export:
     Args:
         model_or_config: A patched model; or a config or an unpatched model with a scaling of its
             own, such as one that `rope_patch.save` wrote.
-        engine: One of "transformers" (5), "transformers4", "vllm", "sglang", "llama.cpp" and "mlx",
-            or one that an installed package adds (entry points `rope_patch.engines`).
+        engine: One of "transformers" (5), "transformers4", "vllm", "sglang", "llama.cpp" and "mlx";
+            of the trainers "axolotl" and "llama-factory"; or one that an installed package adds
+            (entry points `rope_patch.engines`).
 
     Returns:
-        Fields of config.json, command-line arguments, tensors and notes; print it to read it.
+        Fields of config.json, command-line arguments, YAML, tensors and notes; print it to read it.
 
     Raises:
         ValueError: The engine is unknown, or has no form for the rotation; says why and what to do
@@ -41,6 +43,7 @@ def export(model_or_config: Any, engine: str) -> Export:
     if (encoding := export_encoding(model_or_config, engine)) is not None:
         return encoding
     target = Target.from_model(model_or_config)
-    target.require_no_position_map(engine)
+    if engine != axolotl.NAME:  # whose plugin patches the model
+        target.require_no_position_map(engine)
     result = run_exporter(engine, target)
     return replace(result, notes=[*result.notes, *target.yarn_notes()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rope_patch.exporting import llama_cpp, mlx, sglang, transformers, vllm
+from rope_patch.exporting import axolotl, llama_cpp, llama_factory, mlx, sglang, transformers, vllm
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.target import Target
 from rope_patch.utils.errors import Refused, did_you_mean
@@ -20,14 +20,20 @@ _EXPORTERS: dict[str, Callable[[Target], Export]] = {
     "mlx": mlx.export,
 }
 ENGINES = tuple(_EXPORTERS)
+_TRAINERS: dict[str, Callable[[Target], Export]] = {
+    "axolotl": axolotl.export,
+    "llama-factory": llama_factory.export,
+}
+TRAINERS = tuple(_TRAINERS)
+_EXPORTERS |= _TRAINERS
 _GROUP = PluginGroup("rope_patch.engines")
 
 
 def require_engine(engine: str) -> None:
-    """Raise ValueError unless the engine is one of `ENGINES`, or of an installed package."""
+    """Raise ValueError unless it is in `ENGINES` or `TRAINERS`, or of an installed package."""
     if engine in _EXPORTERS or engine in _GROUP.names():
         return
-    names = [*ENGINES, *_GROUP.names()]
+    names = [*_EXPORTERS, *_GROUP.names()]
     hint = did_you_mean(engine, names, cutoff=0.5)
     raise Refused(f"unknown engine {engine!r}{hint}: expected {', '.join(names)}")
 

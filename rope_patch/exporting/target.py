@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch.exporting.rotation import LayerRotation
+from rope_patch.extension import Extension
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.methods.position_map import PositionMap
@@ -66,6 +67,7 @@ class Target:
         position_map: The map of positions in attention, which no config expresses; None without.
         method: The method, in its wrappers; None for a config with a scaling of its own.
         geometries: The unextended rotation of each layer type that the method extends.
+        extension: The request that leads to the rotation; None for a config's own scaling.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Target:
     position_map: PositionMap | None = None
     method: Method | None = None
     geometries: Mapping[str | None, Geometry] = field(default_factory=dict)
+    extension: Extension | None = None
 
     @classmethod
     def from_model(cls, model_or_config: Any) -> Target:
@@ -122,6 +125,7 @@ class Target:
             length=plan.length or plan.trained_length,
             trained_length=plan.trained_length,
             is_mla=bool(plan.mla_attentions),
+            extension=plan.resolved_extension,
         )
 
     @classmethod
@@ -142,6 +146,7 @@ class Target:
             length=handle.length or handle.trained_length,
             trained_length=handle.trained_length,
             is_mla=isinstance(method, SoftmaxScaled),
+            extension=handle.extension,
         )
 
     @classmethod
@@ -158,6 +163,7 @@ class Target:
         length: int,
         trained_length: int,
         is_mla: bool,
+        extension: Extension,
     ) -> Target:
         checkpoint_frequencies = _unpatched_frequencies(rotaries)
         checkpoint_parameters = by_layer_type(text_config.rope_parameters)
@@ -210,6 +216,7 @@ class Target:
             position_map=position_map,
             method=method,
             geometries=geometries,
+            extension=extension,
         )
 
     @classmethod

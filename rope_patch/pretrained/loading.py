@@ -162,10 +162,7 @@ def load(
         return model
     assert extension is not None
     try:
-        if sidecar is None:
-            config = read_config(path, gguf_file=gguf_file, **kwargs)
-        else:
-            config = _original_config(Path(path), sidecar)
+        config = read_original_config(path, gguf_file=gguf_file, **kwargs)
         empty = empty_model(path, config, any_kind=True)
     except ValueError as error:
         if adapter is None:
@@ -239,6 +236,18 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         if sidecar is not None and not is_encoding_sidecar(sidecar):  # of an earlier release
             setattr(text, FIELD, original_field(sidecar["original"]))
     return config
+
+
+def read_original_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """Read a model's config as it was before the patch that `save` wrote into its folder, if any.
+
+    Raises:
+        ValueError: See `read_config`.
+    """
+    sidecar = read_sidecar(path)
+    if sidecar is None:
+        return read_config(path, **kwargs)
+    return _original_config(Path(path), sidecar)
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None) -> Any:

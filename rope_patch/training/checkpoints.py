@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +112,19 @@ def find_damage(checkpoint: Path) -> str | None:
         return f"its {MANIFEST} cannot be read ({error})"
     if not isinstance(files, dict) or not files:
         return f"its {MANIFEST} lists no files"
+    return find_file_damage(checkpoint, files, MANIFEST)
+
+
+def find_file_damage(folder: Path, files: dict[str, Any], record: str) -> str | None:
+    """Return which file of a folder is not as it was written, or None.
+
+    Args:
+        folder: The files' folder.
+        files: Each file's size and sha256; see `list_files`.
+        record: The file that holds `files`, for the message.
+    """
     for name, recorded in files.items():
-        path = checkpoint / name
+        path = folder / name
         try:
             size, digest = recorded
             if not path.is_file():
@@ -125,7 +136,7 @@ def find_damage(checkpoint: Path) -> str | None:
         except OSError as error:
             return f"{name} cannot be read ({error})"
         except (ValueError, TypeError):
-            return f"its {MANIFEST} is damaged where it lists {name!r}"
+            return f"its {record} is damaged where it lists {name!r}"
     return None
 
 
@@ -188,14 +199,19 @@ def _has_checkpoint_name(checkpoint: Path) -> bool:
     return checkpoint.name.startswith(PREFIX) and checkpoint.name.removeprefix(PREFIX).isdecimal()
 
 
-def _write_manifest(checkpoint: Path) -> None:
-    files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MANIFEST)
+def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, list[Any]]:
+    """Flush files to the disk; return each one's size and sha256 by its name within a folder."""
+    files = sorted(path for path in paths if path.is_file())
     for path in files:
         sync(path)
-    manifest = {
-        path.relative_to(checkpoint).as_posix(): [path.stat().st_size, file_sha256(path)]
+    return {
+        path.relative_to(folder).as_posix(): [path.stat().st_size, file_sha256(path)]
         for path in files
     }
+
+
+def _write_manifest(checkpoint: Path) -> None:
+    manifest = list_files(checkpoint, (p for p in checkpoint.rglob("*") if p.name != MANIFEST))
     (checkpoint / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     sync(checkpoint / MANIFEST)
     sync(checkpoint)

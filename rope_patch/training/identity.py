@@ -56,7 +56,12 @@ _COMPARED_BY_CONTENTS = {
     "short_data",
 }  # compared by contents, not by name
 # Keys that earlier releases lacked, with the value that does as those did: their runs resume.
-_DEFAULTS_OF_NEW_KEYS = {"positions": "consecutive", "z_loss": 0.0, "start": "auto"}
+_DEFAULTS_OF_NEW_KEYS = {
+    "positions": "consecutive",
+    "z_loss": 0.0,
+    "start": "auto",
+    "carry_optimizer": False,
+}
 _NAME_KEY = "name"  # name of a model or source: shown in messages, not compared
 
 
@@ -79,19 +84,30 @@ def identity_of(
         rows: Rows per optimizer step, over all processes.
         steps: Total optimizer steps.
     """
+    identity = {
+        "model": {_NAME_KEY: settings.extension.model, "weights": prepared.weights},
+        **_outside_frequencies(prepared.handle),
+        "tokenizer": _tokenizer_fingerprint(prepared.tokenizer),
+        **recipe_identity(settings, loop=loop, precision=precision, rows=rows, steps=steps),
+    }
+    return json.loads(json.dumps(identity, default=str))
+
+
+def recipe_identity(
+    settings: Settings, *, loop: bool, precision: str, rows: int, steps: int
+) -> dict[str, Any]:
+    """Return the part of a run's identity that needs no weights; see `identity_of`."""
     path = demo.resolve_model_path(settings.extension.model)
     config = read_config(path).to_dict()
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
     identity = {
-        "model": {_NAME_KEY: settings.extension.model, "weights": prepared.weights},
         **{
             key: value
             for key, value in settings.values().items()
             if key not in MAY_CHANGE and key not in _COMPARED_BY_CONTENTS
         },
         "options": settings.method_options,
-        **_outside_frequencies(prepared.handle),
         **{
             key: [{_NAME_KEY: n, "contents": sources.fingerprint(n)} for n in names or []]
             for key, names in (
@@ -99,7 +115,6 @@ def identity_of(
                 ("short_data", settings.data.short_data),
             )
         },
-        "tokenizer": _tokenizer_fingerprint(prepared.tokenizer),
         "loop": loop,
         "precision": precision,
         "rows of a step": rows,
@@ -182,6 +197,27 @@ def require_same_identity(
             f"{steps_done:,}",
             getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type),
         )
+
+
+def require_same_recipe(folder: Path, settings: Settings, **recipe: Any) -> None:
+    """Raise unless a folder holds a finished run of a recipe; its weights are not compared.
+
+    Args:
+        folder: The folder.
+        settings: The recipe.
+        **recipe: See `recipe_identity`.
+
+    Raises:
+        ValueError: See `require_same_identity`.
+    """
+    stored, _ = _read_identity(folder)
+    new_identity = {**stored, **recipe_identity(settings, **recipe)}
+    require_same_identity(folder, new_identity, settings, None)
+
+
+def steps_of_run(folder: Path) -> int:
+    """Return the total optimizer steps in a run's identity."""
+    return int(_read_identity(folder)[0]["steps"])
 
 
 def require_identity(folder: Path) -> None:

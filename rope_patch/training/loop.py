@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate import Accelerator, PartialState
+from accelerate.utils import OPTIMIZER_NAME, DistributedType, load_fsdp_optimizer
 from torch.nn import functional
 from transformers import TrainingArguments
 from transformers.utils import logging
 
 from rope_patch.training import checkpoints
+from rope_patch.training.curriculum import run_stages
 from rope_patch.training.memory import plan
 from rope_patch.training.model_setup import add_liger, enable_checkpointing, prepare
 from rope_patch.training.needle_callback import needles_of
@@ -36,7 +37,7 @@ from rope_patch.training.run import (
     mixed_precision,
     open_run_folder,
 )
-from rope_patch.training.schedule import make_scheduler
+from rope_patch.training.schedule import keep_settings, make_scheduler
 from rope_patch.training.settings import Settings, parse
 from rope_patch.utils import atomic_files
 
@@ -66,6 +67,10 @@ def loop(settings: Settings) -> Path | None:
             or an active run; or the training diverged.
         OSError: A checkpoint could not be written.
     """
+    if settings.stages:
+        folder = run_stages(settings, loop)
+        PartialState().destroy_process_group()
+        return folder
     training = settings.training
     require_supported_by_loop(settings)
     atomic_files.require_writable_folder(str(settings.training.output_dir), "the run")
@@ -84,6 +89,8 @@ def loop(settings: Settings) -> Path | None:
             )
         run = TrainingRun(settings, prepared, accelerator, resume, entry_point="loop")
         model, optimizer, scheduler = prepare_with_accelerate(run)
+        if run.carried_checkpoint is not None:
+            carry_optimizer(run, model, optimizer)
         accelerator.register_for_checkpointing(scheduler)
         if resume is not None:
             accelerator.load_state(str(resume))
@@ -94,7 +101,11 @@ def loop(settings: Settings) -> Path | None:
         with contextlib.closing(run.progress):
             train(run, model, optimizer, scheduler)
         model_folder = run.finish(model)
-        accelerator.end_training()
+        if settings.stage is None:
+            accelerator.end_training()
+        else:  # the next stage needs the processes
+            for tracker in accelerator.trackers:
+                tracker.finish()
     return model_folder
 
 
@@ -165,6 +176,20 @@ def prepare_with_accelerate(run: TrainingRun) -> tuple[Any, Any, Any]:
     )
     model, optimizer = accelerator.prepare(model, optimizer)
     return model.train(), optimizer, make_scheduler(training, optimizer, run.steps)
+
+
+def carry_optimizer(run: TrainingRun, model: Any, optimizer: Any) -> None:
+    """Load the optimizer's state of the stage before."""
+    folder, plugin = run.carried_checkpoint, getattr(run.accelerator.state, "fsdp_plugin", None)
+
+    def load_state() -> None:
+        if plugin is not None:
+            load_fsdp_optimizer(plugin, run.accelerator, optimizer, model, str(folder))
+        else:
+            file = f"{folder}/{OPTIMIZER_NAME}.bin"
+            optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+
+    keep_settings(optimizer, load_state)
 
 
 def forward_backward(run: TrainingRun, model: Any, batches: Sequence[Batch]) -> float:

@@ -27,32 +27,39 @@ def write_card(run: Any, folder: Path) -> None:
 def render_card(run: Any, folder: Path) -> str:
     """Return the card as Markdown, with the Hub's YAML header."""
     settings, prepared = run.settings, run.prepared
-    extension, training = settings.extension, settings.training
-    log = read_log(run.folder)
-    tokens = f"{run.steps * run.tokens_per_step:,}"
-    lengths = f"{prepared.trained_length:,} → "
-    if prepared.handle is None:
-        method, target = "none (the rotation is as it was)", f"{prepared.target_length:,} tokens"
-    else:
-        method = str(prepared.handle.method)
-        length = prepared.handle.length
-        target = "any length" if length is None else f"{length:,} tokens"
+    extension = settings.extension
+    target = _method_and_target(run)[1]
     on_hub = extension.model != "demo" and not Path(extension.model).exists()
     base = f"base_model: {extension.model}\n" if on_hub else ""
     title = demo.NAME if extension.model == "demo" else Path(extension.model).name
-    weights = (
-        "all weights"
-        if not extension.lora_rank
-        else f"LoRA of rank {extension.lora_rank}; in full: {', '.join(extension.lora_trains)}"
-    )
     return f"""---
 library_name: transformers
 {base}tags: [rope_patch, long-context, {extension.method}]
 ---
 
-# {title}, {lengths}{target}
+# {title}, {prepared.trained_length:,} → {target}
 
-| | |
+{_stages_section(run)}
+{_scores_section(run.folder)}
+{_loading_snippet(folder)}
+
+Made by `{shlex.join(["rope-patch", "finetune", "--config", "recipe.yaml"])}` with rope_patch \
+{versions()["rope_patch"]}, transformers {versions()["transformers"]}, torch {versions()["torch"]}.
+"""
+
+
+def facts_table(run: Any) -> str:
+    """Return a table of how a run trained, as Markdown."""
+    settings, prepared = run.settings, run.prepared
+    extension, training = settings.extension, settings.training
+    tokens = f"{run.steps * run.tokens_per_step:,}"
+    method, target = _method_and_target(run)
+    weights = (
+        "all weights"
+        if not extension.lora_rank
+        else f"LoRA of rank {extension.lora_rank}; in full: {', '.join(extension.lora_trains)}"
+    )
+    return f"""| | |
 |:--|:--|
 | method | {method} |
 | trained length before | {prepared.trained_length:,} tokens |
@@ -66,13 +73,35 @@ library_name: transformers
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
 {_row("rows", run.packing_summary())}\
 {_row("filter", run.filter_summary())}\
-| loss | {_loss_summary(log, extension.z_loss)} |
-{_scores_section(run.folder)}
-{_loading_snippet(folder)}
+| loss | {_loss_summary(read_log(run.folder), extension.z_loss)} |"""
 
-Made by `{shlex.join(["rope-patch", "finetune", "--config", "recipe.yaml"])}` with rope_patch \
-{versions()["rope_patch"]}, transformers {versions()["transformers"]}, torch {versions()["torch"]}.
-"""
+
+def _method_and_target(run: Any) -> tuple[str, str]:
+    prepared = run.prepared
+    if prepared.handle is None:
+        return "none (the rotation is as it was)", f"{prepared.target_length:,} tokens"
+    length = prepared.handle.length
+    target = "any length" if length is None else f"{length:,} tokens"
+    return str(prepared.handle.method), target
+
+
+def _stages_section(run: Any) -> str:
+    """Return the table of a run; with stages, that of each one up to it."""
+    stage = run.settings.stage
+    if stage is None:
+        return facts_table(run)
+    tables, before = [facts_table(run)], stage.previous
+    while before is not None:
+        record = before.read_record()
+        tables.insert(0, "not recorded" if record is None else record["facts"])
+        before = before.previous
+    sections = [f"## Stage {number}\n\n{table}" for number, table in enumerate(tables, start=1)]
+    note = (
+        "Trained in stages. Each began with the weights of the one before"
+        + (", and went on with its LoRA adapter" if run.settings.extension.lora_rank else "")
+        + "; its rotation was computed from the original model."
+    )
+    return "\n\n".join([note, *sections])
 
 
 def _row(name: str, summary: str) -> str:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, set_seed
 
 from rope_patch.original_config import original_config
-from rope_patch.patching import Patch, current
+from rope_patch.patching import Patch, current, patch
 from rope_patch.patching.architecture.rotary_modules import find_rotaries, is_mrope
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.pretrained import demo
-from rope_patch.pretrained.loading import load, read_model, read_tokenizer
+from rope_patch.pretrained.loading import (
+    load,
+    read_config,
+    read_model,
+    read_original_config,
+    read_tokenizer,
+)
 from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
 from rope_patch.training.data.row_positions import (
@@ -99,10 +107,7 @@ def prepare(settings: Settings) -> PreparedModel:
         "dtype": getattr(torch, extension.dtype),
         "attn_implementation": extension.attention,
     }
-    if extension.method == "none":
-        model = read_model(path, **load_options)
-    else:
-        model = load(path, settings.request(), **load_options)
+    model = _load(path, settings, **load_options)
     _require_document_masks(model, settings)
     weights = fingerprint(model)
     model.config.use_cache = False
@@ -121,6 +126,9 @@ def prepare(settings: Settings) -> PreparedModel:
         handle = patch_leaky(model, settings.request(), row_length, target)
     if extension.lora_rank > 0:
         model = add_lora(model, settings)
+        if settings.stage is not None and settings.stage.previous is not None:
+            load_adapter_weights(model, settings.stage.previous.adapter)
+            weights = fingerprint(model)
     objective = make_objective(settings)
     loss, swaps = chunked_loss.install_loss(model, settings.loss, objective)
     return PreparedModel(
@@ -136,6 +144,26 @@ def prepare(settings: Settings) -> PreparedModel:
         weights=weights,
         undo_length=undo_length,
     )
+
+
+def _load(path: Any, settings: Settings, **load_options: Any) -> Any:
+    """Load and patch a model; in a later stage, with the weights of the stage before.
+
+    A stage rotates as if it were the first one: the rotation is computed from the original model's
+    config, never from the patch of another stage. With LoRA the weights are the original model's,
+    because the adapter goes on.
+    """
+    method, stage = settings.extension.method, settings.stage
+    if stage is None or stage.previous is None or settings.extension.lora_rank > 0:
+        if method == "none":
+            return read_model(path, **load_options)
+        return load(path, settings.request(), **load_options)
+    weights = stage.previous.model
+    if method == "none":
+        return read_model(weights, config=read_config(path), **load_options)
+    model = read_model(weights, config=read_original_config(path), **load_options)
+    patch(model, settings.request())
+    return model
 
 
 def make_objective(settings: Settings) -> Objective:
@@ -222,6 +250,29 @@ def add_lora(model: Any, settings: Settings) -> Any:
         task_type="CAUSAL_LM",
     )
     return peft.get_peft_model(model, config)
+
+
+def adapter_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Return what LoRA trains: the adapter, and embeddings and norms in full."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def load_adapter_weights(model: Any, file: Path) -> None:
+    """Load what LoRA trained in the stage before.
+
+    Raises:
+        ValueError: It was trained on other layers.
+    """
+    trained, tensors = adapter_weights(model), load_file(file)
+    if trained.keys() != tensors.keys():
+        names = sorted(trained.keys() ^ tensors.keys())
+        raise ValueError(
+            f"{file} lacks layers that LoRA trains here, or has others: {', '.join(names[:3])}; "
+            "expected the same lora_targets and lora_trains as in the stage before"
+        )
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(tensors[name])
 
 
 def modules_trained_in_full(model: Any, groups: list[str]) -> list[str]:

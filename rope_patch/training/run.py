@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -25,11 +26,12 @@ from rope_patch.pretrained.saving import save
 from rope_patch.training import checkpoints, identity
 from rope_patch.training.data.arguments import require_no_document_masks
 from rope_patch.training.data.packing import PackedRows, collate
-from rope_patch.training.model_card import write_card
-from rope_patch.training.model_setup import PreparedModel, prepare
+from rope_patch.training.model_card import facts_table, write_card
+from rope_patch.training.model_setup import PreparedModel, adapter_weights, is_lora, prepare
 from rope_patch.training.monitor import DivergenceGuard, TrainingProgress
 from rope_patch.training.needle_callback import drop_scores
 from rope_patch.training.settings import RESOLVED, Settings
+from rope_patch.training.stage import require_no_stages
 from rope_patch.utils import atomic_files
 from rope_patch.utils.folder_lock import lock_folder
 from rope_patch.utils.processes import Processes
@@ -103,7 +105,9 @@ class TrainingRun:
         if self.is_main:
             text = yaml.safe_dump(settings.resolved(), sort_keys=False, allow_unicode=True)
             with checkpoints.explain_write_errors(self.folder, RESOLVED):
-                atomic_files.atomic_write(self.folder / RESOLVED, f"# {_command_line()}\n{text}")
+                atomic_files.atomic_write(
+                    self.folder / RESOLVED, f"# {_command_line()}\n{self._stage_comment()}{text}"
+                )
                 drop_scores(self.folder, self.steps_done)
         self.progress = TrainingProgress(
             self.folder, self.steps, self.steps_done, self.tokens_per_step, self.is_main
@@ -181,6 +185,10 @@ class TrainingRun:
             full_loss_extension = replace(self.settings.extension, loss="full")
             self.prepared = prepare(replace(self.settings, extension=full_loss_extension))
             self.prepared.model.load_state_dict(weights)
+        stage = self.settings.stage
+        if stage is not None and is_lora(self.prepared.model):
+            with checkpoints.explain_write_errors(self.folder, stage.adapter.name):
+                self._write_adapter(stage.adapter)
         model_alone = self.prepared.finish()
         with checkpoints.explain_write_errors(self.folder, "the finished model"):
             if self.prepared.handle is None:
@@ -195,8 +203,36 @@ class TrainingRun:
                 save(model_alone, target)
             self.prepared.tokenizer.save_pretrained(target)
             write_card(self, target)
+            if stage is not None:
+                stage.write_record(self.steps, facts_table(self))
         logger.info("the model is in %s", target)
         return target
+
+    def _write_adapter(self, file: Path) -> None:
+        """Write what LoRA trained, with which the next stage goes on."""
+        tensors = {
+            name: tensor.detach().cpu().contiguous()
+            for name, tensor in adapter_weights(self.prepared.model).items()
+        }
+        save_file(tensors, file)
+
+    @property
+    def carried_checkpoint(self) -> Path | None:
+        """Return the checkpoint whose optimizer state this run starts with, if any."""
+        stage = self.settings.stage
+        if not self.settings.extension.carry_optimizer or self.steps_done:
+            return None
+        return None if stage is None or stage.previous is None else stage.previous.last_checkpoint
+
+    def _stage_comment(self) -> str:
+        """Return what the keys of a stage's recipe do not say."""
+        stage = self.settings.stage
+        if stage is None:
+            return ""
+        start = (
+            "" if stage.previous is None else f", begun with the weights of {stage.previous.folder}"
+        )
+        return f"# stage {stage.number} of {stage.count}{start}\n"
 
     def packing_summary(self) -> str:
         """Return how many documents were cut and how much of the rows is padding, if any was."""
@@ -299,6 +335,8 @@ def open_run_folder(settings: Settings) -> Iterator[Path | None]:
             identity.require_identity(folder)
 
     processes = Processes()
+    if settings.stage is None:
+        processes.run_on_main(lambda: require_no_stages(folder))
     processes.run_on_main(require_resumable)  # before the lock creates its file there
     with lock_folder(folder, processes):
         yield processes.run_on_main(lambda: checkpoints.resume_checkpoint(folder, resume))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,29 @@ def make_scheduler(training: Any, optimizer: Any, steps: int) -> Any:
         num_training_steps=steps,
         scheduler_specific_kwargs=training.lr_scheduler_kwargs,
     )
+
+
+def keep_settings(optimizer: Any, load_state: Callable[[], Any]) -> None:
+    """Load another run's optimizer state, but keep this run's learning rate, betas and decay.
+
+    Args:
+        optimizer: The optimizer.
+        load_state: Loads the state into it.
+
+    Raises:
+        ValueError: The state is of other weights.
+    """
+    own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    try:
+        load_state()
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise ValueError(
+            f"carry_optimizer: the state of the stage before is of other weights ({error}): "
+            "expected stages that train the same weights in the same groups, or carry_optimizer: "
+            "false"
+        ) from error
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        group.update(values)
 
 
 def same_rates(training: Any, steps: int, other_steps: int, steps_done: int) -> bool:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import math
-import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 import yaml
-from transformers import HfArgumentParser, TrainingArguments, integrations
+from transformers import TrainingArguments, integrations
 
 from rope_patch.extension import Extension
 from rope_patch.methods.plugins import load_plugin
-from rope_patch.training import recipe_files
+from rope_patch.training import recipe_files, stage_keys
 from rope_patch.training.data.arguments import DataArguments
 from rope_patch.training.data.row_positions import check_leaky
+from rope_patch.training.recipe_parser import Parser, RecipeParser, with_underscores
+from rope_patch.training.stage import Stage
 from rope_patch.utils.errors import did_you_mean, one_line
 
 LOSSES = ("auto", "full", "torch", "liger")
@@ -105,6 +107,10 @@ class ExtensionArguments:
         default=3.0,
         metadata={"help": "Stop where the loss is so much (nats) above the mean of 20 steps."},
     )
+    carry_optimizer: bool = field(
+        default=False,
+        metadata={"help": "In a later stage: go on with the optimizer's state of the one before."},
+    )
     retrieval_steps: int = field(
         default=0, metadata={"help": "Look for needles every so many steps; 0 never."}
     )
@@ -172,12 +178,17 @@ class Settings:
         data: Documents and packing.
         training: transformers' TrainingArguments.
         explicit: The keys set explicitly in the file or on the command line, with their values.
+        stages: The settings of each stage, if the recipe has `stages`; the rest is then stage 1's,
+            except the output folder.
+        stage: The place within such a recipe, if these are a stage's settings.
     """
 
     extension: ExtensionArguments
     data: DataArguments
     training: TrainArguments
     explicit: dict[str, Any]
+    stages: tuple[Settings, ...] = ()
+    stage: Stage | None = None
 
     @property
     def method_options(self) -> dict[str, Any]:
@@ -198,6 +209,9 @@ class Settings:
 
     def resolved(self) -> dict[str, Any]:
         """Return every key with its resolved value: an equivalent recipe."""
+        if self.stages:
+            folder = {"output_dir": self.training.output_dir}
+            return stage_keys.join_stages([stage.resolved() | folder for stage in self.stages])
         return {key: value for key, value in self.values().items() if value is not None}
 
     def values(self) -> dict[str, Any]:
@@ -225,19 +239,44 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
         ValueError: A key is unknown (names the closest one), a value does not fit, or the file is
             missing or not YAML.
     """
-    outer = _Parser(add_help=False, allow_abbrev=False)
+    outer = Parser(add_help=False, allow_abbrev=False)
     outer.add_argument("--config", type=Path)
     for flag in ("plan", "loop", "json"):
         outer.add_argument(f"--{flag}", action="store_true")
-    flags, rest = outer.parse_known_args([_with_underscores(word) for word in arguments])
+    flags, rest = outer.parse_known_args([with_underscores(word) for word in arguments])
     recipe = {} if flags.config is None else read_recipe(flags.config)
+    own_keys = stage_keys.split_stages(recipe, flags.config)
+    if own_keys is None:
+        return _settings_of(recipe, rest), flags
+    return _staged(recipe, own_keys, rest), flags
+
+
+def _staged(recipe: dict[str, Any], own_keys: list[dict[str, Any]], rest: list[str]) -> Settings:
+    """Return the settings of a recipe with stages; the command line overrides every stage."""
+    stages: list[Settings] = []
+    for number, keys in enumerate(own_keys, start=1):
+        place = Stage(number, len(own_keys), Path())
+        with place.naming_errors():
+            settings = _settings_of(stage_keys.stage_recipe(recipe, keys), rest)
+        folder = Path(str(settings.training.output_dir))
+        place = replace(place, recipe_folder=folder)
+        settings.training.output_dir = str(place.folder)
+        stages.append(replace(settings, stage=place))
+    stage_keys.require_shared([settings.values() for settings in stages])
+    training = copy.copy(stages[0].training)
+    training.output_dir = str(folder)
+    return replace(stages[0], training=training, stage=None, stages=tuple(stages))
+
+
+def _settings_of(recipe: dict[str, Any], rest: list[str]) -> Settings:
+    """Return the settings of a file's keys and of the command line's, which override them."""
     words = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
     for key in [*recipe, *words]:
         if key in _UNSUPPORTED_KEYS:
             raise ValueError(f"{key} is not for this: {_UNSUPPORTED_KEYS[key]}")
-    inner = _parser()
-    recipe = {key: _coerce(inner, key, value) for key, value in recipe.items()}
-    inner.set_defaults(**{key: _to_cli_string(value) for key, value in recipe.items()})
+    inner = RecipeParser(_ARGUMENT_CLASSES)
+    recipe = {key: inner.coerce(key, value) for key, value in recipe.items()}
+    inner.set_recipe(recipe)
     try:
         with warnings.catch_warnings():
             # transformers 5.23 deprecates gradient_checkpointing; older ones lack the new name.
@@ -256,14 +295,14 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     for source in extension.plugin:
         load_plugin(source)
     _validate(settings)
-    return settings, flags
+    return settings
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return the keys and values of a recipe; see `recipe_files.find_recipe`.
 
     Raises:
-        ValueError: The recipe is missing or not flat YAML, or a key is unknown.
+        ValueError: The recipe is missing or not flat YAML (but for `stages`), or a key is unknown.
     """
     path = recipe_files.find_recipe(path)
     try:
@@ -273,7 +312,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise ValueError(f"{path}: expected keys and values, got {type(recipe).__name__}")
     for key in recipe:
-        _require_known(str(key), f"in {path}")
+        if key != stage_keys.STAGES:
+            _require_known(str(key), f"in {path}")
+    for number, keys in enumerate(stage_keys.split_stages(dict(recipe), path) or (), start=1):
+        for key in keys:
+            _require_known(str(key), f"of stage {number} in {path}")
     return recipe
 
 
@@ -289,65 +332,8 @@ def known_keys() -> dict[str, str]:
 
 def usable_keys() -> dict[str, str]:
     """Return the supported keys with their help."""
-    return {key: about for key, about in known_keys().items() if key not in _UNSUPPORTED_KEYS}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        message = re.sub(r"^argument --(\w+)(/--[\w-]+)?", r"\1", message)
-        raise ValueError(f"{message}; `rope-patch finetune --keys` lists all keys")
-
-
-class _HfParser(HfArgumentParser, _Parser):
-    pass
-
-
-def _parser() -> _HfParser:
-    return _HfParser(_ARGUMENT_CLASSES, add_help=False, allow_abbrev=False)
-
-
-def _coerce(parser: argparse.ArgumentParser, key: str, value: Any) -> Any:
-    """Return a YAML value in its key's shape: a single value, a list, or a mapping.
-
-    Raises:
-        ValueError: The value has another shape, or a list item has the wrong type.
-    """
-    action = next(action for action in parser._actions if action.dest == key)
-    if action.nargs == "+" and value is not None:
-        items, item_type = value if isinstance(value, list) else [value], action.type or str
-        try:
-            return [item_type(part) for part in items]  # type: ignore[operator]
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{key} takes a list of {_type_name(item_type)}s, got {value!r}"
-            ) from error
-    if (shape := type(value)) in (dict, list, type(None)) and shape not in _accepted_types(key):
-        raise ValueError(f"{key} takes one {_type_name(action.type)}, got {value!r}")
-    return value
-
-
-def _accepted_types(key: str) -> set[Any]:
-    """Return the types that a key accepts."""
-    if key == "options":
-        return {str, dict, type(None)}
-    hint = next(hints[key] for kind in _ARGUMENT_CLASSES if key in (hints := get_type_hints(kind)))
-    return {get_origin(part) or part for part in (hint, *get_args(hint))}
-
-
-def _type_name(type_: Any) -> str:
-    return {"str": "text", "string_to_bool": "bool"}.get(type_.__name__, type_.__name__)
-
-
-def _to_cli_string(value: Any) -> Any:
-    """Return a YAML value as a command-line string, so that both pass the same checks."""
-    return str(value) if isinstance(value, bool | int | float) else value
-
-
-def _with_underscores(word: str) -> str:
-    key, equals, value = word.partition("=")
-    if not key.startswith("--"):
-        return word
-    return key.replace("-", "_").replace("__", "--", 1) + equals + value
+    keys = {key: about for key, about in known_keys().items() if key not in _UNSUPPORTED_KEYS}
+    return keys | {stage_keys.STAGES: stage_keys.ABOUT}
 
 
 def _require_known(key: str, location: str) -> None:

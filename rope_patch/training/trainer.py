@@ -23,10 +23,12 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from transformers.utils import logging
 
 from rope_patch.training import checkpoints
+from rope_patch.training.curriculum import run_stages
 from rope_patch.training.memory import plan
 from rope_patch.training.model_setup import PreparedModel, prepare
 from rope_patch.training.needle_callback import needles_of
 from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
+from rope_patch.training.schedule import keep_settings
 from rope_patch.training.settings import Settings, parse
 from rope_patch.utils import atomic_files
 
@@ -104,6 +106,21 @@ class LongContextTrainer(Trainer):
         self.run.guard.check(self.state.global_step + 1, loss, norm, self.step_rows)
         self.run.mark_consumed(self.step_rows)
 
+    def carry_optimizer(self) -> None:
+        """Load the optimizer's state of the stage before, if the recipe says so."""
+        carried = self.run.carried_checkpoint
+        if carried is None:
+            return
+        if self.is_deepspeed_enabled:
+            raise ValueError(
+                "carry_optimizer: DeepSpeed loads its optimizer's state with the weights: expected "
+                "carry_optimizer: false, or FSDP"
+            )
+        assert self.lr_scheduler is not None
+        schedule = self.lr_scheduler.state_dict()
+        keep_settings(self.optimizer, lambda: self._load_optimizer_and_scheduler(str(carried)))
+        self.lr_scheduler.load_state_dict(schedule)
+
     def _get_output_dir(self, trial: Any) -> str:
         return self.checkpoint_folder or super()._get_output_dir(trial)
 
@@ -135,7 +152,9 @@ class _TrainerHooks(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.trainer.resume is not None:  # the Trainer does this only if it skips data itself
             self.trainer._load_rng_state(str(self.trainer.resume))
-        elif self.needles:
+            return
+        self.trainer.carry_optimizer()
+        if self.needles:
             self._measure_needles(0)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -176,6 +195,8 @@ def finetune(settings: Settings) -> Path | None:
             or an active run; or the training diverged.
         OSError: A checkpoint could not be written.
     """
+    if settings.stages:
+        return run_stages(settings, finetune)
     atomic_files.require_writable_folder(str(settings.training.output_dir), "the run")
     plan.require_device(settings)
     with open_run_folder(settings) as resume:

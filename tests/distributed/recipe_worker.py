@@ -66,8 +66,14 @@ def run_job(job, folder):
     if job["resumes"] is not None and RANK == 0:
         # Restore the state of a run that was stopped before its last step.
         shutil.copytree(folder / job["resumes"], folder / job["name"])
-        shutil.rmtree(folder / job["name"] / "checkpoint-4")
         shutil.rmtree(folder / job["name"] / "model")
+        stage = folder / job["name"] / "stage-2"
+        if stage.exists():
+            for name in ("checkpoint-2", "model"):
+                shutil.rmtree(stage / name)
+            (stage / "finished.json").unlink()
+        else:
+            shutil.rmtree(folder / job["name"] / "checkpoint-4")
     wait()
     os.environ["ACCELERATE_MIXED_PRECISION"] = job["precision"]  # as the launcher does
     command = [

@@ -70,8 +70,18 @@ KINDS = {
     },
     "best fit": {"packing": "best_fit", "packing_window": 5},
 }
+_STAGES = [
+    {"factor": 2, "max_steps": 2, "train_length": LENGTH // 2},
+    {"factor": 4, "max_steps": 2, "save_steps": 1, "carry_optimizer": True},
+]
+STAGED = {"stages": {"stages": _STAGES}, "stages lora": {"stages": _STAGES, "lora_rank": 4}}
 RECIPES = ["finetune", "loop"]
 MODES = ["data parallel", "FSDP2", "context parallel"]
+STAGED_IN = {
+    "data parallel": ["stages"],
+    "FSDP2": ["stages", "stages lora"],
+    "context parallel": ["stages"],
+}
 REFUSED = {
     "packed": {"packing": "masked"},
     "short": {"short_share": 0.5},
@@ -83,7 +93,8 @@ REFUSED = {
 def jobs_of(mode):
     """Return the runs of a mode's processes: name -> (recipe, kind, changes, resumed run)."""
     if mode == "one":
-        return {kind: ("finetune", kind, changes, None) for kind, changes in KINDS.items()}
+        kinds = KINDS | STAGED
+        return {kind: ("finetune", kind, changes, None) for kind, changes in kinds.items()}
     kinds = ["full", "lora"]
     kinds += {
         "data parallel": ["masked", "best fit"],
@@ -97,6 +108,10 @@ def jobs_of(mode):
         for kind in ("full", "lora"):
             name = f"{recipe} {kind}"
             jobs[f"{name} resumed"] = (recipe, kind, KINDS[kind], name)
+        for kind in STAGED_IN[mode]:
+            name = f"{recipe} {kind}"
+            jobs[name] = (recipe, kind, STAGED[kind], None)
+            jobs[f"{name} resumed"] = (recipe, kind, STAGED[kind], name)
         if mode == "context parallel":
             for problem, changes in REFUSED.items():
                 jobs[f"{recipe} {problem}"] = (recipe, problem, changes, None)
@@ -200,6 +215,25 @@ def test_losses_and_gradients_equal_those_of_one_process(runs, mode, recipe, kin
     torch.testing.assert_close(
         curve(folder / f"{recipe} {kind}"), curve(reference / kind), rtol=0, atol=CLOSE
     )
+
+
+@pytest.mark.parametrize(
+    ("mode", "recipe", "kind"),
+    [(mode, recipe, kind) for mode in MODES for recipe in RECIPES for kind in STAGED_IN[mode]],
+)
+def test_stages_equal_those_of_one_process_and_resume(runs, mode, recipe, kind):
+    folder, reports = runs(mode)
+    reference, _ = runs("one")
+    before = weights(RECIPE["model"])
+    for name in (f"{recipe} {kind}", f"{recipe} {kind} resumed"):
+        assert [report[name]["code"] for report in reports] == [0, 0]
+        for stage in ("stage-1", "stage-2"):
+            ours, expected = (read_log(f / stage) for f in (folder / name, reference / kind))
+            for key in ("loss", "grad_norm", "learning_rate"):
+                got = [line[key] for line in ours]
+                assert got == pytest.approx([line[key] for line in expected], abs=CLOSE)
+        trained, expected = (weights(f / "model") for f in (folder / name, reference / kind))
+        assert distance(trained, expected) < 5 * CLOSE * distance(expected, before)
 
 
 @pytest.mark.parametrize(("mode", "recipe", "kind"), CASES)

@@ -60,7 +60,8 @@ __all__ = [
     "memory_need",
     "require_device",
 ]
-__all__ += ["lengths_table", "main", "million_table", "require_memory", "to_dict"]
+__all__ += ["lengths_table", "main", "million_table", "require_memory"]
+__all__ += ["row_length", "target_length", "to_dict"]
 
 
 def from_settings(
@@ -75,7 +76,7 @@ def from_settings(
     """
     config = _read_config(settings)
     setup = _training_setup(settings, config, processes, environment)
-    return memory_need(config, length=_row_length(settings, config), **vars(setup))
+    return memory_need(config, length=row_length(settings, config), **vars(setup))
 
 
 def require_memory(need: MemoryNeed, available: int, suggestions: Sequence[str] = ()) -> None:
@@ -115,23 +116,25 @@ def require_device(settings: Any) -> None:
     if (available := _device_memory(settings)) is None:
         return
     config = _read_config(settings)
-    setup, length = _training_setup(settings, config), _row_length(settings, config)
+    setup, length = _training_setup(settings, config), row_length(settings, config)
     need = memory_need(config, length=length, **vars(setup))
     short = need.total > available * (1 - RESERVE)
     require_memory(need, available, _suggestions(config, length, setup, available) if short else ())
 
 
 def to_dict(settings: Any, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return a recipe's plan as JSON data, in bytes, tokens and seconds.
+    """Return a recipe's plan as JSON data, in bytes, tokens and seconds; with stages, each one's.
 
     Args:
         settings: The recipe, from `rope_patch.training.settings.parse`.
         environment: Variables set by `accelerate launch`; None reads this process's environment.
     """
     environment = os.environ if environment is None else environment
+    if settings.stages:
+        return {"stages": [to_dict(stage, environment) for stage in settings.stages]}
     config = _read_config(settings)
     setup = _training_setup(settings, config, environment=environment)
-    length, training = _row_length(settings, config), settings.training
+    length, training = row_length(settings, config), settings.training
     need = memory_need(config, length=length, **vars(setup))
     world = int(environment.get("WORLD_SIZE", "1"))
     rows = (
@@ -178,9 +181,17 @@ def format_plan(
     settings: Any, as_json: bool = False, environment: Mapping[str, str] | None = None
 ) -> str:
     """Return a recipe's plan as text or JSON; see `to_dict`."""
-    numbers = to_dict(settings, environment)
     if as_json:
-        return json.dumps(numbers, indent=2)
+        return json.dumps(to_dict(settings, environment), indent=2)
+    if settings.stages:
+        plans = []
+        for stage in settings.stages:
+            with stage.stage.naming_errors():
+                plans.append(
+                    f"stage {stage.stage.number}, {format_plan(stage, environment=environment)}"
+                )
+        return "\n\n".join(plans)
+    numbers = to_dict(settings, environment)
     spread = f"{numbers['processes']} process{'es' if numbers['processes'] > 1 else ''}"
     if numbers["shards"] > 1:
         spread += f", weights in {numbers['shards']} shards"
@@ -232,19 +243,42 @@ def _read_config(settings: Any) -> Any:
     return config
 
 
-def _row_length(settings: Any, config: Any) -> int:
+def row_length(settings: Any, config: Any | None = None) -> int:
     """Return the tokens per row that `model_setup.prepare` will use."""
+    if settings.extension.train_length:
+        return settings.extension.train_length
+    config = _read_config(settings) if config is None else config
+    length = target_length(settings, config)
+    return _trained_length(settings, config) if length is None else length
+
+
+def target_length(settings: Any, config: Any | None = None) -> int | None:
+    """Return the length in tokens that a recipe extends to; None for a method without a length.
+
+    Args:
+        settings: The recipe.
+        config: The config of its model; None reads it.
+
+    Raises:
+        ValueError: The recipe does not fit the model.
+    """
     extension = settings.extension
-    if extension.train_length:
-        return extension.train_length
+    config = _read_config(settings) if config is None else config
     if extension.method != "none":
         # The plan may be made on another machine than the training's, without its kernels.
         request = replace(settings.request(), kernels="auto")
         request_check = check_request(empty_model(extension.model, config), request)
-        if request_check.length is not None:
-            return request_check.length
+        return request_check.length
+    trained_length = _trained_length(settings, config)
+    if settings.data.positions == "leaky":
+        return extension.length or round(trained_length * (extension.factor or 1))
+    return trained_length
+
+
+def _trained_length(settings: Any, config: Any) -> int:
     text = original_config(config.get_text_config(decoder=True))
-    return next(iter(read_geometries(text, extension.trained_length).values())).trained_length
+    geometries = read_geometries(text, settings.extension.trained_length)
+    return next(iter(geometries.values())).trained_length
 
 
 def _training_setup(
