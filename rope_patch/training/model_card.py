@@ -73,6 +73,7 @@ def facts_table(run: Any) -> str:
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
 {_row("rows", run.packing_summary())}\
 {_row("filter", run.filter_summary())}\
+{_row("aggregation tasks", run.aggregation_summary())}\
 | loss | {_loss_summary(read_log(run.folder), extension.z_loss)} |"""
 
 

@@ -177,6 +177,8 @@ class TrainingRun:
             )
         if summary := self.filter_summary():
             logger.info("%s", summary)
+        if summary := self.aggregation_summary():
+            logger.info("woven into documents: %s", summary)
         if summary := self.packing_summary():
             logger.info("packed into rows (%s): %s", self.settings.data.packing, summary)
         target = self.folder / checkpoints.MODEL
@@ -257,6 +259,17 @@ class TrainingRun:
         return (
             f"compression ratio {bounds[0]:g} to {bounds[1]:g}: {low:,} documents left out below, "
             f"{high:,} above, {kept:,} kept"
+        )
+
+    def aggregation_summary(self) -> str:
+        """Return how many questions were woven into documents, if the recipe has any."""
+        data = self.settings.data
+        if not data.aggregation_share:
+            return ""
+        questions = sum(state["questions"] for state in self._data_state.get("long", []))
+        return (
+            f"{questions:,} questions ({', '.join(data.aggregation_tasks)}) in "
+            f"{data.aggregation_share:.0%} of the long documents"
         )
 
     def _require_same_run(self, resume: Path | None) -> None:

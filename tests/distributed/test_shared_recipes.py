@@ -69,6 +69,13 @@ KINDS = {
         "short_share": 0.5,
     },
     "best fit": {"packing": "best_fit", "packing_window": 5},
+    "woven": {
+        "train_length": 512,
+        "packing": "best_fit",
+        "packing_window": 3,
+        "compression_ratio": [0.3, 0.9],
+        "aggregation_share": 1.0,
+    },
 }
 _STAGES = [
     {"factor": 2, "max_steps": 2, "train_length": LENGTH // 2},
@@ -97,7 +104,7 @@ def jobs_of(mode):
         return {kind: ("finetune", kind, changes, None) for kind, changes in kinds.items()}
     kinds = ["full", "lora"]
     kinds += {
-        "data parallel": ["masked", "best fit"],
+        "data parallel": ["masked", "best fit", "woven"],
         "FSDP2": ["bfloat16"],
         "context parallel": ["following"],
     }[mode]
