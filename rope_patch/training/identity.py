@@ -60,6 +60,8 @@ _DEFAULTS_OF_NEW_KEYS = {
     "positions": "consecutive",
     "z_loss": 0.0,
     "start": "auto",
+    "distillation_weight": 0.0,
+    "distillation_temperature": 1.0,
     "carry_optimizer": False,
 }
 _NAME_KEY = "name"  # name of a model or source: shown in messages, not compared

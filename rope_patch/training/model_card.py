@@ -10,6 +10,7 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.training.monitor import read_log
 from rope_patch.training.needle_callback import read_scores
+from rope_patch.training.objective.arguments import ObjectiveArguments
 from rope_patch.utils import atomic_files
 from rope_patch.utils.provenance import versions
 
@@ -74,6 +75,7 @@ def facts_table(run: Any) -> str:
 {_row("rows", run.packing_summary())}\
 {_row("filter", run.filter_summary())}\
 {_row("aggregation tasks", run.aggregation_summary())}\
+{_row("short rows", _distillation_summary(settings.objective))}\
 | loss | {_loss_summary(read_log(run.folder), extension.z_loss)} |"""
 
 
@@ -103,6 +105,15 @@ def _stages_section(run: Any) -> str:
         + "; its rotation was computed from the original model."
     )
     return "\n\n".join([note, *sections])
+
+
+def _distillation_summary(objective: ObjectiveArguments) -> str:
+    if not objective.distillation_weight:
+        return ""
+    return (
+        f"distilled from the original model: weight {objective.distillation_weight:g}, "
+        f"temperature {objective.distillation_temperature:g}"
+    )
 
 
 def _row(name: str, summary: str) -> str:

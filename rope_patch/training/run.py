@@ -6,17 +6,17 @@ import contextlib
 import json
 import logging
 import math
-import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
+from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -30,9 +30,13 @@ from rope_patch.training.model_card import facts_table, write_card
 from rope_patch.training.model_setup import PreparedModel, adapter_weights, is_lora, prepare
 from rope_patch.training.monitor import DivergenceGuard, TrainingProgress
 from rope_patch.training.needle_callback import drop_scores
+from rope_patch.training.objective.distillation import mark_distilled
+from rope_patch.training.precision import mixed_precision
+from rope_patch.training.process_layout import process_layout
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.training.stage import require_no_stages
 from rope_patch.utils import atomic_files
+from rope_patch.utils.errors import Refused
 from rope_patch.utils.folder_lock import lock_folder
 from rope_patch.utils.processes import Processes
 
@@ -71,6 +75,9 @@ class TrainingRun:
         self.folder = Path(str(settings.training.output_dir))
         training = settings.training
         sharing = process_layout(accelerator)
+        if (distillation := prepared.objective.distillation) is not None:
+            _require_distillation(accelerator)
+            distillation.place(accelerator, accelerator.num_processes // sharing.reader_count)
         self.context_parallel = sharing.context_parallel
         self._require_whole_sequences()
         batch = training.per_device_train_batch_size
@@ -117,15 +124,54 @@ class TrainingRun:
         """Return an endless DataLoader of this process's rows."""
         training = self.settings.training
         has_gaps = self.context_parallel > 1 or self.settings.data.positions == "skip"
+
+        def make_batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
+            batch = collate(rows, has_gaps=has_gaps)
+            return batch if self.prepared.objective.distillation is None else mark_distilled(batch)
+
         return DataLoader(
             self.rows,
             batch_size=training.per_device_train_batch_size,
-            collate_fn=lambda rows: collate(rows, has_gaps=has_gaps),
+            collate_fn=make_batch,
             num_workers=training.dataloader_num_workers,
             pin_memory=training.dataloader_pin_memory and self.accelerator.device.type == "cuda",
             # The iterator draws a seed; its own generator keeps a resumed run's numbers in step.
             generator=torch.Generator(),
         )
+
+    def reading_originals(self, batch: dict[str, Any]) -> Any:
+        """Return a context in which a micro-batch's loss is computed; see `Distillation.reading`.
+
+        Args:
+            batch: The micro-batch; only the model's inputs are left in it.
+        """
+        distillation = self.prepared.objective.distillation
+        return contextlib.nullcontext() if distillation is None else distillation.reading(batch)
+
+    def check_step(
+        self,
+        step: int,
+        loss: float,
+        terms: dict[str, float],
+        norm: float,
+        rows: list[dict[str, Any]],
+    ) -> None:
+        """Check a step before it is taken; see `DivergenceGuard.check`.
+
+        Args:
+            step: The step's number, from 1.
+            loss: The loss over all processes.
+            terms: The loss's terms.
+            norm: The gradient norm over all processes.
+            rows: The `row` of each row that this process computed the loss from.
+        """
+        self.guard.require_finite(step, loss, norm, rows)
+        if self.prepared.objective.distillation is not None:
+            # A step's share of distilled rows moves its loss: other rows' losses are comparable.
+            if "language_loss" not in terms:
+                return
+            loss = terms["language_loss"]
+        self.guard.check(step, loss, norm, rows)
 
     def mark_consumed(self, rows: list[dict[str, Any]]) -> None:
         """Remember the state of the data after a step's rows."""
@@ -184,8 +230,12 @@ class TrainingRun:
         target = self.folder / checkpoints.MODEL
         if weights is not None:  # rebuild the unsharded model
             # Only this process builds it, so probing a chunked loss would wait for the others.
-            full_loss_extension = replace(self.settings.extension, loss="full")
-            self.prepared = prepare(replace(self.settings, extension=full_loss_extension))
+            plain = replace(
+                self.settings,
+                extension=replace(self.settings.extension, loss="full"),
+                objective=replace(self.settings.objective, distillation_weight=0.0),
+            )
+            self.prepared = prepare(plain)
             self.prepared.model.load_state_dict(weights)
         stage = self.settings.stage
         if stage is not None and is_lora(self.prepared.model):
@@ -327,6 +377,16 @@ class TrainingRun:
             )
 
 
+def _require_distillation(accelerator: Any) -> None:
+    """Raise if processes share the work in a way that the original model does not follow."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise Refused(
+            "distillation_weight keeps the original model beside the trained one, which DeepSpeed "
+            "does not place: expected one process, data parallelism or FSDP2, such as rope-patch "
+            "recipes fsdp2"
+        )
+
+
 @contextlib.contextmanager
 def open_run_folder(settings: Settings) -> Iterator[Path | None]:
     """Lock the output folder against other runs.
@@ -377,15 +437,6 @@ def _command_line() -> str:
     return " ".join(shlex.join([*name, *words]).split())
 
 
-def mixed_precision(training: Any) -> str:
-    """Return accelerate's `mixed_precision`: the number format of matrix products.
-
-    As in the Trainer, accelerate's config decides if the recipe does not.
-    """
-    launcher_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return "bf16" if training.bf16 else launcher_precision
-
-
 def keep_loss_exact(accelerator: Any) -> None:
     """Keep FSDP2 from rounding module outputs, such as the loss, to 16 bits.
 
@@ -401,36 +452,3 @@ def keep_loss_exact(accelerator: Any) -> None:
 def _is_sharded(model: Any) -> bool:
     """Return whether no process holds all weights."""
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
-
-
-class ProcessLayout(NamedTuple):
-    """Distribution of the work over processes.
-
-    Attributes:
-        context_parallel: Processes that hold parts of the same rows.
-        reader_index: Index of this process among those that read different rows.
-        reader_count: Number of processes that read different rows.
-        replicas: Rows in training at once, per row in a batch.
-    """
-
-    context_parallel: int
-    reader_index: int
-    reader_count: int
-    replicas: int
-
-
-def process_layout(accelerator: Any) -> ProcessLayout:
-    """Return how accelerate's processes share the work.
-
-    Under DeepSpeed's sequence parallelism each process reads different rows, which are split over
-    the processes one after the other.
-    """
-    sizes = getattr(accelerator, "parallelism_config", None)
-    processes_per_row = 1 if sizes is None else sizes.cp_size * sizes.tp_size
-    readers = accelerator.num_processes // processes_per_row
-    return ProcessLayout(
-        context_parallel=1 if sizes is None else sizes.cp_size,
-        reader_index=accelerator.process_index // processes_per_row,
-        reader_count=readers,
-        replicas=readers // getattr(sizes, "sp_size", 1),
-    )

@@ -82,6 +82,11 @@ class LongContextTrainer(Trainer):
         self.micro_batch_losses.append(loss)
         return loss
 
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss after the original model read what is distilled, if anything is."""
+        with self.run.reading_originals(inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
     def clip_and_record_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Clip the gradients as accelerate does, and record their norm."""
         self.step_grad_norm = self._accelerate_clip(*args, **kwargs)
@@ -103,7 +108,7 @@ class LongContextTrainer(Trainer):
         reduction = "sum" if self.args.average_tokens_across_devices else "mean"
         terms = self.run.prepared.objective.read(self.accelerator, reduction)
         self.step_metrics = {"loss": loss, **terms, "grad_norm": norm, "learning_rate": rate}
-        self.run.guard.check(self.state.global_step + 1, loss, norm, self.step_rows)
+        self.run.check_step(self.state.global_step + 1, loss, terms, norm, self.step_rows)
         self.run.mark_consumed(self.step_rows)
 
     def carry_optimizer(self) -> None:

@@ -68,6 +68,9 @@ KINDS = {
         "packing": "masked",
         "short_share": 0.5,
     },
+    # The original model shares LoRA's frozen weights, but with FSDP.
+    "distilled": {"short_share": 0.5, "distillation_weight": 1.0},
+    "distilled lora": {"lora_rank": 4, "short_share": 0.25, "distillation_weight": 1.0},
     "best fit": {"packing": "best_fit", "packing_window": 5},
     "woven": {
         "train_length": 512,
@@ -92,6 +95,7 @@ STAGED_IN = {
 REFUSED = {
     "packed": {"packing": "masked"},
     "short": {"short_share": 0.5},
+    "distilled rows": {"short_share": 0.5, "distillation_weight": 1.0},
     "indivisible": {"train_length": 254},
     "sliding": {"model": str(ASSETS / "tiny-gemma3"), "method": "yarn", "factor": 2},
 }
@@ -108,6 +112,8 @@ def jobs_of(mode):
         "FSDP2": ["bfloat16"],
         "context parallel": ["following"],
     }[mode]
+    if mode != "context parallel":
+        kinds += ["distilled", "distilled lora"]
     jobs = {}
     for recipe in RECIPES:
         for kind in kinds:
@@ -222,6 +228,19 @@ def test_losses_and_gradients_equal_those_of_one_process(runs, mode, recipe, kin
     torch.testing.assert_close(
         curve(folder / f"{recipe} {kind}"), curve(reference / kind), rtol=0, atol=CLOSE
     )
+
+
+@pytest.mark.parametrize(
+    ("mode", "recipe", "kind"), [case for case in CASES if "distilled" in case[2]]
+)
+def test_divergences_are_averaged_over_the_tokens_of_all_processes(runs, mode, recipe, kind):
+    folder, _ = runs(mode)
+    reference, _ = runs("one")
+    logs = (read_log(folder / f"{recipe} {kind}"), read_log(reference / kind))
+    for got, expected in zip(*logs, strict=True):
+        assert got["distillation_tokens"] == expected["distillation_tokens"] > 0
+        for term in ("distillation_loss", "language_loss"):
+            assert got[term] == pytest.approx(expected[term], abs=CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -371,6 +390,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(runs, mode, recipe, kind):
         ),
         (
             "short",
+            "no mask: expected packing single, concatenate or best_fit_unmasked, and short_share 0",
+        ),
+        (
+            "distilled rows",
             "no mask: expected packing single, concatenate or best_fit_unmasked, and short_share 0",
         ),
         ("indivisible", "train_length must be divisible by 4, .* got 254: .* example 256"),

@@ -82,6 +82,7 @@ CASES = {
     "control": {"method": "none", "factor": None, "loss": "full"},
     "skip": {"train_length": 128, "positions": "skip"},
     "leaky": {"method": "none", "positions": "leaky"},
+    "distilled": {"short_share": 0.5, "distillation_weight": 1.0},
     "map": {"method": "self-extend", "factor": None, "train_length": 384},
     "z-loss": {"z_loss": 0.01, "loss": "torch"},
 }

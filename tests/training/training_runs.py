@@ -44,6 +44,7 @@ VARIANTS = {
         "shuffle_window": 8,
         "short_share": 0.5,
     },
+    "distilled": {"lora_rank": 4, "short_share": 0.5, "distillation_weight": 1.0},
     "best_fit": {
         "method": "mixed-yarn",
         "packing": "best_fit",

@@ -53,9 +53,9 @@ class PackedRows(IterableDataset):
 
     Yields:
         A dict of `input_ids`, `labels` (transformers shifts them itself) and `position_ids`,
-        `[row_length]` int64 each, and `row`: its `index` among all processes' rows, the
-        `documents` in it, the `counts` of each source so far, and the `state` after it, for
-        `resume`.
+        `[row_length]` int64 each, and `row`: its `index` among all processes' rows, whether it is
+        `short`, the `documents` in it, the `counts` of each source so far, and the `state` after
+        it, for `resume`.
 
     Raises:
         ValueError: An argument is invalid or a source is missing; during iteration: a document is
@@ -232,6 +232,7 @@ class PackedRows(IterableDataset):
         names = {"long": "", "short": "short: "}
         info = {
             "index": index,
+            "short": short,
             "documents": list(dict.fromkeys(piece.location for piece in pieces)),
             "counts": {names[k] + s.name: s.counts() for k in names for s in sources[k]},
             "state": state,

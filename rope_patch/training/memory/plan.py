@@ -306,7 +306,11 @@ def _training_setup(
     passes = variables.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather") == "alltoall"
     dtype = getattr(torch, extension.dtype)
     compute = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else dtype
+    distils = settings.objective.distillation_weight > 0
+    shares_weights = extension.lora_rank > 0 and not is_sharded
     return TrainingSetup(
+        distils=distils,
+        teacher_dtype=compute if distils and not shares_weights else None,
         rows=training.per_device_train_batch_size,
         dtype=dtype,
         compute_dtype=compute,

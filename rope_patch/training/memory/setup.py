@@ -21,6 +21,9 @@ class TrainingSetup:
         lora_targets: Linear layers with LoRA.
         lora_trains: Modules trained in full beside LoRA: embeddings, norms.
         loss: full, torch or liger.
+        distils: Whether short rows are distilled from the original model.
+        teacher_dtype: Type of the original model's own weights; None if it shares the trained
+            model's frozen ones.
         loss_terms: Whether the loss has terms beside the cross-entropy, such as z-loss.
         checkpointing: Whether only layer inputs are saved (activation checkpointing).
         offload_activations: Whether saved activations move to CPU memory.
@@ -46,6 +49,8 @@ class TrainingSetup:
     lora_trains: tuple[str, ...] = ("embeddings", "norms")
     loss: str = "torch"
     loss_terms: bool = False
+    distils: bool = False
+    teacher_dtype: torch.dtype | None = None
     checkpointing: bool = True
     offload_activations: bool = False
     attention: str = "sdpa"
