@@ -60,6 +60,8 @@ def facts_table(run: Any) -> str:
         if not extension.lora_rank
         else f"LoRA of rank {extension.lora_rank}; in full: {', '.join(extension.lora_trains)}"
     )
+    summaries = run.data_summaries().items()
+    data_rows = "".join(_row(name, text) for name, text in summaries)
     return f"""| | |
 |:--|:--|
 | method | {method} |
@@ -73,9 +75,7 @@ def facts_table(run: Any) -> str:
 | weight decay | {_decay_summary(settings)} |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
-{_row("rows", run.packing_summary())}\
-{_row("filter", run.filter_summary())}\
-{_row("aggregation tasks", run.aggregation_summary())}\
+{data_rows}\
 {_row("short rows", _distillation_summary(settings.objective))}\
 | loss | {_loss_summary(read_log(run.folder), extension.z_loss)} |"""
 

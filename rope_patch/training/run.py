@@ -26,6 +26,7 @@ from rope_patch.pretrained.saving import save
 from rope_patch.training import averaging, checkpoints, identity
 from rope_patch.training.data.arguments import require_no_document_masks
 from rope_patch.training.data.packing import PackedRows, collate
+from rope_patch.training.data.summary import summarize
 from rope_patch.training.model_card import facts_table, write_card
 from rope_patch.training.model_setup import PreparedModel, adapter_weights, is_lora, prepare
 from rope_patch.training.monitor import DivergenceGuard, TrainingProgress
@@ -222,18 +223,11 @@ class TrainingRun:
         weights = self.accelerator.get_state_dict(model) if gathers else None
         if not self.is_main:
             return None
-        for source, source_counts in self._document_counts.items():
-            logger.info(
-                "read of %s: documents %s, tokens %s",
-                source,
-                *(f"{source_counts[k]:,}" for k in _LOGGED_COUNTS),
-            )
-        if summary := self.filter_summary():
-            logger.info("%s", summary)
-        if summary := self.aggregation_summary():
-            logger.info("woven into documents: %s", summary)
-        if summary := self.packing_summary():
-            logger.info("packed into rows (%s): %s", self.settings.data.packing, summary)
+        for source, counts in self._document_counts.items():
+            numbers = (f"{counts[k]:,}" for k in _LOGGED_COUNTS)
+            logger.info("read of %s: documents %s, tokens %s", source, *numbers)
+        for name, summary in self.data_summaries().items():
+            logger.info("%s: %s", name, summary)
         target = self.folder / checkpoints.MODEL
         if is_sharded:  # rebuild the unsharded model
             # Only this process builds it, so probing the loss would wait for the others.
@@ -331,41 +325,9 @@ class TrainingRun:
         )
         return f"# stage {stage.number} of {stage.count}{start}\n"
 
-    def packing_summary(self) -> str:
-        """Return how many documents were cut and how much of the rows is padding, if any was."""
-        counts = self._data_state.get("row_yield", {})
-        if not counts.get("documents"):
-            return ""
-        padding = counts["padding"] / (counts["tokens"] + counts["padding"])
-        return (
-            f"{counts['cut'] / counts['documents']:.2%} of {counts['documents']:,} documents cut, "
-            f"{padding:.2%} padding"
-        )
-
-    def filter_summary(self) -> str:
-        """Return how many documents `compression_ratio` left out, if the recipe has it."""
-        bounds = self.settings.data.compression_ratio
-        states = self._data_state.get("long", [])
-        if bounds is None or not states:
-            return ""
-        low, high, kept = (
-            sum(state[key] for state in states) for key in ("repetitive", "noisy", "documents")
-        )
-        return (
-            f"compression ratio {bounds[0]:g} to {bounds[1]:g}: {low:,} documents left out below, "
-            f"{high:,} above, {kept:,} kept"
-        )
-
-    def aggregation_summary(self) -> str:
-        """Return how many questions were woven into documents, if the recipe has any."""
-        data = self.settings.data
-        if not data.aggregation_share:
-            return ""
-        questions = sum(state["questions"] for state in self._data_state.get("long", []))
-        return (
-            f"{questions:,} questions ({', '.join(data.aggregation_tasks)}) in "
-            f"{data.aggregation_share:.0%} of the long documents"
-        )
+    def data_summaries(self) -> dict[str, str]:
+        """Return what packing, filter and aggregation tasks did, by name."""
+        return summarize(self.settings.data, self._data_state)
 
     def _require_same_run(self, resume: Path | None) -> None:
         """Raise if the folder holds another run; else write this run's identity."""

@@ -60,7 +60,7 @@ __all__ = [
     "memory_need",
     "require_device",
 ]
-__all__ += ["lengths_table", "main", "million_table", "require_memory"]
+__all__ += ["lengths", "lengths_table", "main", "million_table", "require_memory"]
 __all__ += ["row_length", "target_length", "to_dict"]
 
 
@@ -279,6 +279,19 @@ def _trained_length(settings: Any, config: Any) -> int:
     text = original_config(config.get_text_config(decoder=True))
     geometries = read_geometries(text, settings.extension.trained_length)
     return next(iter(geometries.values())).trained_length
+
+
+def lengths(settings: Any) -> tuple[int, int, int]:
+    """Return a recipe's trained length, target length and row length in tokens.
+
+    The target length of a method that follows every length is the trained one.
+
+    Raises:
+        ValueError: The recipe does not fit the model.
+    """
+    config = _read_config(settings)
+    trained = _trained_length(settings, config)
+    return trained, target_length(settings, config) or trained, row_length(settings, config)
 
 
 def _training_setup(
