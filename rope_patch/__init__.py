@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rope_patch.diagnosing import Diagnosis, diagnose
     from rope_patch.evaluation.entry_points import Evaluation, compare, evaluate
     from rope_patch.exporting import Export, export
+    from rope_patch.extending import Extended, extend
     from rope_patch.extension import Extension
     from rope_patch.integrations.trainer_callback import RopePatchCallback
     from rope_patch.patching import Patch, encode, list_encodings, patch, restore, unpatch
@@ -40,6 +41,7 @@ __all__ = [
     "EncodingPatch",
     "Evaluation",
     "Export",
+    "Extended",
     "Extension",
     "Patch",
     "PatchedCheckpoint",
@@ -53,6 +55,7 @@ __all__ = [
     "encode",
     "evaluate",
     "export",
+    "extend",
     "frequencies",
     "list_encodings",
     "list_methods",
@@ -80,6 +83,7 @@ _MODULES = {
     "EncodingPatch": "patching.encodings.handle",
     "Evaluation": "evaluation.entry_points",
     "Export": "exporting",
+    "Extended": "extending",
     "Extension": "extension",
     "Patch": "patching",
     "PatchedCheckpoint": "pretrained.patched_checkpoint",
@@ -93,6 +97,7 @@ _MODULES = {
     "encode": "patching",
     "evaluate": "evaluation.entry_points",
     "export": "exporting",
+    "extend": "extending",
     "list_encodings": "patching",
     "load": "pretrained.loading",
     "load_adapter": "pretrained.adapters",

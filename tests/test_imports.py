@@ -17,7 +17,7 @@ HEAVY = [
 
 # Commands that answer at once: help, lists, versions and wrong options.
 COMMANDS = ["methods", "diagnose", "eval", "compare", "report", "recommend", "search", "finetune"]
-COMMANDS += ["export", "bench", "env", "tasks", "recipes"]
+COMMANDS += ["export", "extend", "bench", "env", "tasks", "recipes"]
 INSTANT = [
     *(["--help"], ["--version"], ["methods"], ["methods", "yarn"], ["methods", "--json"]),
     *([name, "--help"] for name in COMMANDS),

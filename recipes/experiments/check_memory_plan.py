@@ -7,6 +7,7 @@ tensors; its attention and its loss in 16 bits have other temporaries than a CPU
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
@@ -22,6 +23,8 @@ from rope_patch.training.memory.model import MemoryNeed, memory_need
 from rope_patch.training.memory.setup import TrainingSetup
 from rope_patch.training.model_setup import add_lora
 from rope_patch.training.objective import chunked_loss
+from rope_patch.training.objective.distillation import DISTILLED, Distillation
+from rope_patch.training.objective.teacher import Teacher, share_weights
 from rope_patch.training.objective.terms import Objective
 from rope_patch.training.objective.z_loss import ZLoss
 from rope_patch.training.settings import ExtensionArguments
@@ -71,7 +74,7 @@ def measured_peak(config: Any, *, length: int, **setup_fields: Any) -> int:
         **setup_fields: See `TrainingSetup`; on one device.
     """
     setup = TrainingSetup(**setup_fields)
-    model = _model(config, setup)
+    model, objective = _model(config, setup)
     trained = [p for p in model.parameters() if p.requires_grad]
     fused = setup.optimizer != "adamw_torch"
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=fused, foreach=not fused)
@@ -79,10 +82,26 @@ def measured_peak(config: Any, *, length: int, **setup_fields: Any) -> int:
     batch = {"input_ids": ids, "labels": ids}
     if setup.packed_masks:
         batch["position_ids"] = torch.arange(length).remainder(length // 2).expand_as(ids)
+    if setup.distils:
+        batch["position_ids"] = batch.get("position_ids", torch.arange(length).expand_as(ids))
+    autocast = setup.compute_dtype not in (None, setup.dtype)
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"),
+        autocast=lambda: torch.autocast("cpu", dtype=setup.compute_dtype, enabled=autocast),
+    )
+    original: Any = None
+    if (distillation := objective.distillation) is not None:
+        distillation.place(accelerator)
+        original = distillation.teacher.model
+
+    def reading() -> Any:
+        if distillation is None:
+            return contextlib.nullcontext()
+        flags = torch.ones(setup.rows, dtype=torch.bool)
+        return distillation.reading(batch | {DISTILLED: flags})
 
     def step() -> None:
-        autocast = setup.compute_dtype not in (None, setup.dtype)
-        with torch.autocast("cpu", dtype=setup.compute_dtype, enabled=autocast):
+        with accelerator.autocast(), reading():
             loss = model(**batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -91,7 +110,10 @@ def measured_peak(config: Any, *, length: int, **setup_fields: Any) -> int:
 
     step()  # the first step creates the optimizer's states
     states = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-    return peak_of(step, [*model.parameters(), *model.buffers(), *states, *batch.values()])
+    tensors = [*model.parameters(), *model.buffers(), *states, *batch.values()]
+    if original is not None:
+        tensors += [*original.parameters(), *original.buffers()]
+    return peak_of(step, tensors)
 
 
 def peak_of(step: Callable[[], object], tensors: Iterable[Any]) -> int:
@@ -111,10 +133,17 @@ def peak_of(step: Callable[[], object], tensors: Iterable[Any]) -> int:
     return sum(storages.values()) + max(accumulate(event.nbytes() for event in events))
 
 
-def _model(config: Any, setup: TrainingSetup) -> Any:
+def _model(config: Any, setup: TrainingSetup) -> tuple[Any, Objective]:
     torch.manual_seed(0)
     attention = {"attn_implementation": setup.attention}
     model = AutoModelForCausalLM.from_config(config, dtype=setup.dtype, **attention)
+    distillation = None
+    if setup.distils:
+        dtype = setup.teacher_dtype or setup.dtype
+        original = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
+        if setup.teacher_dtype is None:
+            share_weights(original, dict(model.named_parameters(remove_duplicate=False)))
+        distillation = Distillation(Teacher(original), 1.0, 1.0)
     if setup.lora_rank:
         extension = ExtensionArguments(
             lora_rank=setup.lora_rank,
@@ -123,13 +152,13 @@ def _model(config: Any, setup: TrainingSetup) -> Any:
         )
         settings: Any = SimpleNamespace(extension=extension)
         model = add_lora(model, settings)
-    objective = Objective([ZLoss(1e-5)] if setup.loss_terms else [])
+    objective = Objective([ZLoss(1e-5)] if setup.loss_terms else [], distillation)
     chunked_loss.install_loss(model, setup.loss, objective)
     if setup.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if setup.lora_rank and "embeddings" not in setup.lora_trains:
             model.enable_input_require_grads()
-    return model.train()
+    return model.train(), objective
 
 
 def small_cases() -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -152,6 +181,21 @@ def small_cases() -> dict[str, tuple[Any, dict[str, Any]]]:
             {"length": 1024, "loss_terms": True, "compute_dtype": torch.bfloat16},
         ),
         "z-loss, LoRA": (few, {"length": 1024, "loss_terms": True, "lora_rank": 8}),
+        "distilled": (few, {"length": 1024, "distils": True, "teacher_dtype": torch.float32}),
+        "distilled, tied, all kept": (
+            llama(layers=4, vocab=8000, tied=True),
+            {"length": 512, "distils": True, "teacher_dtype": torch.float32, **every},
+        ),
+        "distilled, autocast": (
+            few,
+            {
+                "length": 1024,
+                "distils": True,
+                "compute_dtype": torch.bfloat16,
+                "teacher_dtype": torch.bfloat16,
+            },
+        ),
+        "distilled, LoRA": (few, {"length": 1024, "distils": True, "lora_rank": 8}),
         "LoRA": (few, {"length": 512, "lora_rank": 8}),
         "LoRA, tied": (llama(layers=4, vocab=8000, tied=True), {"length": 512, "lora_rank": 8}),
         "LoRA, all kept": (few, {"length": 512, "lora_rank": 8, **every}),

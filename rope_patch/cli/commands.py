@@ -16,6 +16,7 @@ from rope_patch.cli import (
     env,
     evaluate,
     export,
+    extend,
     finetune,
     lab,
     methods,
@@ -158,6 +159,7 @@ app.command(cls=Command)(report.report)
 app.command(cls=Command)(tasks.tasks)
 app.command(cls=Command)(with_plugins(recommend.recommend))
 app.command(cls=Command)(search.search)
+app.command(cls=Command)(with_plugins(extend.extend))
 app.command(
     cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(finetune.finetune)

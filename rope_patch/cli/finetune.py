@@ -24,7 +24,36 @@ def finetune(
         typer.Option("--loop", help="By the plain accelerate loop instead of the Trainer."),
     ] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List every key a recipe can have.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout.")] = False,
+    inspect_data: Annotated[
+        bool,
+        typer.Option(
+            "--inspect-data",
+            help="Read the recipe's data and say what they are: lengths, rows, duplicates. Trains "
+            "nothing.",
+        ),
+    ] = False,
+    inspect_limit: Annotated[
+        int | None,
+        typer.Option(help="Read only so many documents of each source.", min=1),
+    ] = None,
+    duplicates: Annotated[
+        bool,
+        typer.Option("--duplicates", help="Look for exact and near duplicates among them."),
+    ] = False,
+    write_deduplicated: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write the documents that are no duplicates to a new folder, as JSON lines.",
+        ),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw the histogram of lengths to an .svg or .png file."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The plan or the inspection as JSON on stdout.")
+    ] = False,
 ) -> None:
     """Fine-tune a model for a longer context by a recipe.
 
@@ -48,12 +77,14 @@ def finetune(
     Examples:
       rope-patch finetune --config smoke_cpu
       rope-patch finetune --config yarn_64k --plan
+      rope-patch finetune --config yarn_64k --inspect-data --duplicates --picture lengths.png
       rope-patch finetune --config yarn_64k --resume auto
     """
     with requires_extra("recipes need", "train"):
         from rope_patch.training import trainer as recipe
         from rope_patch.training.identity import MAY_CHANGE
-        from rope_patch.training.settings import usable_keys
+        from rope_patch.training.inspection import report
+        from rope_patch.training.settings import parse, usable_keys
     if keys:
         keys_with_help = usable_keys()
         width = max(map(len, keys_with_help))
@@ -62,7 +93,33 @@ def finetune(
             print(f"{key:<{width}}  {about}{change}")
         return
     words = [] if config is None else ["--config", str(config)]
+    inspection_options = {
+        "--inspect-limit": inspect_limit is not None,
+        "--duplicates": duplicates,
+        "--write-deduplicated": write_deduplicated is not None,
+        "--picture": picture is not None,
+    }
+    if inspect_data:
+        _require_alone(plan=plan, loop=loop)
+        with handle_interrupt("--inspect-limit N reads fewer documents"):
+            inspections = report.inspect_recipe(
+                parse([*words, *context.args])[0],
+                limit=inspect_limit,
+                duplicates=duplicates,
+                clean_folder=write_deduplicated,
+                picture=picture,
+            )
+            print(report.format_inspections(inspections, as_json=as_json))
+        return
+    for option in (option for option, given in inspection_options.items() if given):
+        raise ValueError(f"{option} is for --inspect-data: expected both, or neither")
     flags = {"--plan": plan, "--loop": loop, "--json": as_json}
     words += [flag for flag, on in flags.items() if on]
     with handle_interrupt("--resume auto goes on from the last checkpoint"):
         recipe.main([*words, *context.args])
+
+
+def _require_alone(**flags: bool) -> None:
+    """Raise ValueError if another flag asks for something else than an inspection."""
+    for flag in (flag for flag, given in flags.items() if given):
+        raise ValueError(f"--inspect-data trains nothing: expected no --{flag} beside it")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypedDict, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
 
 from rope_patch.evaluation.harness_schema import HarnessRecord
 from rope_patch.evaluation.results_schema import (
@@ -41,6 +41,54 @@ def merge_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
         else:
             merged[i] = _merge_pair(merged[i], run)
     return merged
+
+
+def add_other_weights(run: RunRecord, other: RunRecord, labels: Mapping[str, str]) -> RunRecord:
+    """Return a run with the methods of another run, of other weights, under labels of their own.
+
+    The samples must be the same, so that the methods compare sample by sample, as those of a
+    model before and after training do.
+
+    Args:
+        run: The run to add to.
+        other: The run on other weights.
+        labels: The new label of each of its methods.
+
+    Raises:
+        ValueError: The runs asked different samples, or a new label is taken.
+    """
+    if taken := sorted(_labels(run) & set(labels.values())):
+        raise ValueError(f"{taken[0]!r} is the label of a method already: expected a new one")
+    # The weights differ by purpose, and times are those of another run.
+    differences = [
+        name
+        for name, mine, theirs in zip(
+            ("model", "documents", "questions", "short tasks"),
+            (_model_key(run["run"])[1:], *_comparison_key(run)[1:4]),
+            (_model_key(other["run"])[1:], *_comparison_key(other)[1:4]),
+            strict=True,
+        )
+        if mine != theirs
+    ]
+    if differences:
+        raise ValueError(
+            f"the runs differ in {', '.join(differences)}: expected the same questions, to compare "
+            "one by one"
+        )
+    relabelled: RunRecord = _relabelled(other, labels)
+    return _merge_pair(run, {**relabelled, "cost": {}})
+
+
+def _relabelled(value: Any, labels: Mapping[str, str]) -> Any:
+    """Return results with other labels, which are keys of mappings and `label` of methods."""
+    if isinstance(value, dict):
+        renamed = {labels.get(key, key): _relabelled(item, labels) for key, item in value.items()}
+        if isinstance(label := value.get("label"), str) and label in labels:
+            renamed["label"] = labels[label]
+        return renamed
+    if isinstance(value, list | tuple):
+        return [_relabelled(item, labels) for item in value]
+    return value
 
 
 def _comparable(first: RunRecord, second: RunRecord) -> bool:

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from rope_patch.recommending.sample_sets import BLOCK_SIZE
+from rope_patch.utils.errors import Refused
 from rope_patch.utils.processes import Processes
 from rope_patch.utils.progress import progress_bar
 
@@ -84,6 +85,19 @@ class TimeBudget:
     def close(self) -> None:
         """End the bar."""
         self._bar.close()
+
+
+class BudgetTooSmall(Refused):
+    """The plain model and one method do not fit into the budget.
+
+    Args:
+        message: What was expected.
+        minutes: About how many minutes they take, with those that are spent.
+    """
+
+    def __init__(self, message: str, minutes: float) -> None:
+        super().__init__(message)
+        self.minutes = minutes
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,11 @@ class Race:
         needed_seconds = budget.minimum_seconds(costs, self.clock.cost(SHORT), measured)
         if needed_seconds > self.clock.left():
             minutes = (needed_seconds + self.clock.spent()) / 60
-            raise ValueError(
+            raise budget.BudgetTooSmall(
                 f"the budget is too small: the plain model and one method, {BLOCK_SIZE} samples "
                 f"each at {self.space.length:,} tokens and within the trained length, take about "
-                f"{1.1 * minutes:.2g} minutes here; give at least that, or a shorter length"
+                f"{1.1 * minutes:.2g} minutes here; give at least that, or a shorter length",
+                1.1 * minutes,
             )
 
     def _make_plan(self) -> budget.BudgetPlan:

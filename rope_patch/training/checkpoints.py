@@ -102,6 +102,28 @@ def latest_complete(folder: Path) -> Path | None:
     return None
 
 
+def last_complete(folder: Path, count: int) -> list[Path]:
+    """Return a run's last checkpoints, the newest last.
+
+    Raises:
+        ValueError: There are fewer, or one of them is damaged.
+    """
+    existing = _checkpoints(folder)
+    if len(existing) < count:
+        raise ValueError(
+            f"expected {count} checkpoints in {folder} (average_checkpoints: {count}), got "
+            f"{', '.join(p.name for p in existing) or 'none'}: say --average_checkpoints "
+            f"{len(existing) if len(existing) > 1 else 0}"
+        )
+    for checkpoint in existing[-count:]:
+        if damage := find_damage(checkpoint):
+            raise ValueError(
+                f"{checkpoint} cannot be averaged: {damage}. Remove it to average the ones before "
+                "it, or say --average_checkpoints 0, with --resume auto"
+            )
+    return existing[-count:]
+
+
 def find_damage(checkpoint: Path) -> str | None:
     """Return why a checkpoint cannot be used, or None if it is complete."""
     try:
@@ -179,6 +201,11 @@ def require_no_run(folder: Path) -> None:
             f"{folder} holds the finished model of an earlier run, which kept no checkpoints: give "
             "another --output_dir, or remove that one first"
         )
+
+
+def steps_of_checkpoints(folder: Path) -> list[int]:
+    """Return the steps of a folder's checkpoints, whole or not, in order."""
+    return [step_of(checkpoint) for checkpoint in _checkpoints(folder)]
 
 
 def contains_run(folder: Path) -> bool:

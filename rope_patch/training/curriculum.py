@@ -19,7 +19,8 @@ from rope_patch.training import checkpoints, identity
 from rope_patch.training.data.arguments import check_data_arguments
 from rope_patch.training.data.sources import find_source
 from rope_patch.training.memory import plan
-from rope_patch.training.run import mixed_precision, total_steps
+from rope_patch.training.precision import mixed_precision
+from rope_patch.training.run import total_steps
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.training.stage import Stage, stage_folders
 from rope_patch.utils import atomic_files
@@ -58,8 +59,8 @@ def run_stages(settings: Settings, run_stage: Callable[[Settings], Path | None])
             logger.info("stage %s of %s: %s", stage.number, stage.count, stage.folder)
             with stage.naming_errors():
                 processes.run_on_main(lambda: _require_carried_state(stage_settings))  # noqa: B023
+                _start_anew(stage_settings)
                 run_stage(_resumed(stage_settings))
-            _release()
         last = _place(settings.stages[-1])
         processes.run_on_main(lambda: _publish(last))
     return folder / checkpoints.MODEL if processes.is_main else None
@@ -83,6 +84,12 @@ def check_stages(settings: Settings) -> None:
                     "expected lengths that rise or stay; rows may be shorter (train_length)"
                 )
             longest = target if target is not None else longest
+            extension = stage_settings.extension
+            if extension.average_checkpoints and extension.lora_rank and stage.number < stage.count:
+                raise ValueError(
+                    "average_checkpoints merges LoRA's adapter, with which the next stage goes on: "
+                    "expected it in the last stage alone, or lora_rank: 0"
+                )
             plan.require_device(stage_settings)
             data = stage_settings.data
             check_data_arguments(data, plan.row_length(stage_settings))
@@ -237,13 +244,16 @@ def _write_recipe(settings: Settings) -> None:
     atomic_files.atomic_write(path, text)
 
 
-def _release() -> None:
-    """Free the memory of a stage, and let accelerate set up the next one anew."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+def _start_anew(stage_settings: Settings) -> None:
+    """Free the memory of the stage before, and set accelerate up as in a new process."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    # transformers' arguments set up the devices once, and keep that as a cached property.
+    vars(stage_settings.training).pop("_setup_devices", None)
+    _ = stage_settings.training.device
 
 
 def _publish(stage: Stage) -> None:

@@ -34,7 +34,8 @@ FORMAT = "rope_patch.recipes/1"
 _MAY_CHANGE = {
     "place, and when to stop or measure": "output_dir plugin resume ignore_plan max_loss_rise "
     "retrieval_steps max_steps tokens",
-    "saving": "save_strategy save_steps save_total_limit save_on_each_node enable_jit_checkpoint",
+    "saving": "average_checkpoints save_strategy save_steps save_total_limit save_on_each_node "
+    "enable_jit_checkpoint",
     "logging": "logging_strategy logging_steps logging_first_step logging_dir log_level "
     "log_level_replica log_on_each_node disable_tqdm report_to project run_name trackio_space_id "
     "trackio_bucket_id trackio_static_space_id",
@@ -59,9 +60,16 @@ _COMPARED_BY_CONTENTS = {
 _DEFAULTS_OF_NEW_KEYS = {
     "positions": "consecutive",
     "z_loss": 0.0,
+    "decay_embeddings": True,
     "start": "auto",
+    "distillation_weight": 0.0,
+    "distillation_temperature": 1.0,
     "carry_optimizer": False,
 }
+_ROTATION = (
+    "model", "method", "options", "factor", "length", "trained_length", "layer_types", "start",
+    "frequencies", "positions", "lora_rank", "lora_alpha", "lora_targets", "lora_trains",
+)  # fmt: skip
 _NAME_KEY = "name"  # name of a model or source: shown in messages, not compared
 
 
@@ -128,6 +136,36 @@ def recipe_identity(
     for key in unused | ineffective_keys(settings.data):
         del identity[key]
     return json.loads(json.dumps(identity, default=str))
+
+
+def rotation_of(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of an identity that weights must share to be averaged."""
+    return {key: identity[key] for key in _ROTATION if key in identity}
+
+
+def require_same_rotation(rotations: dict[Path, dict[str, Any] | None]) -> None:
+    """Raise if checkpoints are of different models or rotations.
+
+    Args:
+        rotations: By checkpoint, what `rotation_of` says of its run; None if unknown.
+
+    Raises:
+        ValueError: Two of them differ; names the keys.
+    """
+    known = {folder: rotation for folder, rotation in rotations.items() if rotation is not None}
+    *others, last = known or [Path()]
+    for folder in others:
+        differences = [
+            f"{key} was {_abbreviate(known[folder].get(key))}, in {last.name} "
+            f"{_abbreviate(known[last].get(key))}"
+            for key in dict.fromkeys([*known[folder], *known[last]])
+            if _without_names(known[folder].get(key)) != _without_names(known[last].get(key))
+        ]
+        if differences:
+            raise ValueError(
+                f"{folder} and {last} cannot be averaged, they are of different runs: "
+                + "; ".join(differences)
+            )
 
 
 def require_same_identity(

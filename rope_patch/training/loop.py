@@ -31,12 +31,9 @@ from rope_patch.training.curriculum import run_stages
 from rope_patch.training.memory import plan
 from rope_patch.training.model_setup import add_liger, enable_checkpointing, prepare
 from rope_patch.training.needle_callback import needles_of
-from rope_patch.training.run import (
-    TrainingRun,
-    activation_offloading,
-    mixed_precision,
-    open_run_folder,
-)
+from rope_patch.training.parameter_groups import parameter_groups
+from rope_patch.training.precision import mixed_precision
+from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
 from rope_patch.training.schedule import keep_settings, make_scheduler
 from rope_patch.training.settings import Settings, parse
 from rope_patch.utils import atomic_files
@@ -133,7 +130,7 @@ def train(run: TrainingRun, model: Any, optimizer: Any, scheduler: Any) -> None:
         loss = forward_backward(run, model, micro_batches)
         terms = run.prepared.objective.read(accelerator)
         norm = clip_grad_norm(accelerator, model, training.max_grad_norm)
-        run.guard.check(step, loss, norm, rows)
+        run.check_step(step, loss, terms, norm, rows)
         run.mark_consumed(rows)
         optimizer.step()
         rate = scheduler.get_last_lr()[0]
@@ -163,12 +160,12 @@ def prepare_with_accelerate(run: TrainingRun) -> tuple[Any, Any, Any]:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if training.gradient_checkpointing and not getattr(plugin, "activation_checkpointing", False):
         enable_checkpointing(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
     optimizer: Any = torch.optim.AdamW(
-        [  # no weight decay for norms and biases
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ],
+        parameter_groups(
+            model,
+            training.weight_decay,
+            decay_embeddings=run.settings.extension.decay_embeddings,
+        ),
         lr=training.learning_rate,
         betas=(training.adam_beta1, training.adam_beta2),
         eps=training.adam_epsilon,
@@ -214,6 +211,7 @@ def forward_backward(run: TrainingRun, model: Any, batches: Sequence[Batch]) -> 
         with (
             contextlib.nullcontext() if last else accelerator.no_sync(model),
             context_parallel_batch(run, batch),
+            run.reading_originals(batch),
             activation_offloading(run.settings),
         ):
             part = model(**batch, num_items_in_batch=count, use_cache=False).loss

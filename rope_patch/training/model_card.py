@@ -10,6 +10,7 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.training.monitor import read_log
 from rope_patch.training.needle_callback import read_scores
+from rope_patch.training.objective.arguments import ObjectiveArguments
 from rope_patch.utils import atomic_files
 from rope_patch.utils.provenance import versions
 
@@ -59,6 +60,8 @@ def facts_table(run: Any) -> str:
         if not extension.lora_rank
         else f"LoRA of rank {extension.lora_rank}; in full: {', '.join(extension.lora_trains)}"
     )
+    summaries = run.data_summaries().items()
+    data_rows = "".join(_row(name, text) for name, text in summaries)
     return f"""| | |
 |:--|:--|
 | method | {method} |
@@ -66,13 +69,14 @@ def facts_table(run: Any) -> str:
 | target length | {target} |
 | fine-tuned on | {tokens} tokens: {run.steps:,} steps × {run.rows_per_step} × \
 {prepared.row_length:,} |
-| what was trained | {weights} |
+| what was trained | {weights}{_average_summary(run.averaged_steps)} |
 | learning rate | {training.learning_rate:g}, {_enum_value(training.lr_scheduler_type)}, \
 {training.warmup_steps:g} warm-up steps |
+| weight decay | {_decay_summary(settings)} |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
-{_row("rows", run.packing_summary())}\
-{_row("filter", run.filter_summary())}\
+{data_rows}\
+{_row("short rows", _distillation_summary(settings.objective))}\
 | loss | {_loss_summary(read_log(run.folder), extension.z_loss)} |"""
 
 
@@ -104,6 +108,15 @@ def _stages_section(run: Any) -> str:
     return "\n\n".join([note, *sections])
 
 
+def _distillation_summary(objective: ObjectiveArguments) -> str:
+    if not objective.distillation_weight:
+        return ""
+    return (
+        f"distilled from the original model: weight {objective.distillation_weight:g}, "
+        f"temperature {objective.distillation_temperature:g}"
+    )
+
+
 def _row(name: str, summary: str) -> str:
     return f"| {name} | {summary} |\n" if summary else ""
 
@@ -114,6 +127,23 @@ def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:
         return f"not logged{with_terms}"
     first, last = log[0], log[-1]
     return f"{first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at the end{with_terms}"
+
+
+def _average_summary(steps: list[int]) -> str:
+    names = ", ".join(f"{step:,}" for step in steps)
+    return f"; the mean of the checkpoints of steps {names}" if steps else ""
+
+
+def _decay_summary(settings: Any) -> str:
+    decay = settings.training.weight_decay
+    if not decay:
+        return "none"
+    undecayed = (
+        "norms and biases"
+        if settings.extension.decay_embeddings
+        else ("embeddings, norms and biases")
+    )
+    return f"{decay:g}; none on {undecayed}"
 
 
 def _scores_section(folder: Path) -> str:

@@ -31,6 +31,14 @@ from rope_patch.training.data.row_positions import (
     require_short_rows,
 )
 from rope_patch.training.objective import chunked_loss
+from rope_patch.training.objective.arguments import require_known_length
+from rope_patch.training.objective.distillation import Distillation
+from rope_patch.training.objective.teacher import (
+    Teacher,
+    load_teacher,
+    shares_teacher_weights,
+    teacher_dtype,
+)
 from rope_patch.training.objective.terms import Objective
 from rope_patch.training.objective.z_loss import ZLoss
 from rope_patch.training.settings import Settings
@@ -80,6 +88,7 @@ class PreparedModel:
     def finish(self) -> Any:
         """Return the trained model as it is used: its own loss, LoRA merged, a lasting patch."""
         self.swaps.undo()
+        self.objective.distillation = None  # the original model is not needed any more
         if is_lora(self.model):
             self.model = self.model.merge_and_unload()
         if self.undo_length is not None:
@@ -124,12 +133,17 @@ def prepare(settings: Settings) -> PreparedModel:
     require_short_rows(settings.data.positions, row_length, trained_length, target)
     if settings.data.positions == "leaky":
         handle = patch_leaky(model, settings.request(), row_length, target)
+    distillation = None
+    if settings.objective.distillation_weight > 0:
+        short_length = settings.data.short_length or min(trained_length, row_length)
+        require_known_length(settings.objective, short_length, trained_length)
+        distillation = _make_distillation(path, model, settings, load_options)
     if extension.lora_rank > 0:
         model = add_lora(model, settings)
         if settings.stage is not None and settings.stage.previous is not None:
             load_adapter_weights(model, settings.stage.previous.adapter)
             weights = fingerprint(model)
-    objective = make_objective(settings)
+    objective = make_objective(settings, distillation)
     loss, swaps = chunked_loss.install_loss(model, settings.loss, objective)
     return PreparedModel(
         model=model.train(),
@@ -143,6 +157,20 @@ def prepare(settings: Settings) -> PreparedModel:
         objective=objective,
         weights=weights,
         undo_length=undo_length,
+    )
+
+
+def _make_distillation(
+    path: Any, model: Any, settings: Settings, load_options: dict[str, Any]
+) -> Distillation:
+    """Load the original model, which shares the weights that LoRA freezes."""
+    objective = settings.objective
+    shares_weights = shares_teacher_weights(settings)
+    if not shares_weights:
+        load_options = load_options | {"dtype": teacher_dtype(settings)}
+    original = load_teacher(path, model, shares_weights=shares_weights, **load_options)
+    return Distillation(
+        Teacher(original), objective.distillation_weight, objective.distillation_temperature
     )
 
 
@@ -166,10 +194,10 @@ def _load(path: Any, settings: Settings, **load_options: Any) -> Any:
     return model
 
 
-def make_objective(settings: Settings) -> Objective:
-    """Return the terms that a recipe adds to the cross-entropy."""
+def make_objective(settings: Settings, distillation: Distillation | None = None) -> Objective:
+    """Return the terms that a recipe adds to the cross-entropy, and what takes its place."""
     coefficient = settings.extension.z_loss
-    return Objective([ZLoss(coefficient)] if coefficient else [])
+    return Objective([ZLoss(coefficient)] if coefficient else [], distillation)
 
 
 def _require_document_masks(model: Any, settings: Settings) -> None:

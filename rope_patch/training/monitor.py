@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rope_patch.training.checkpoints import explain_write_errors, latest_complete
 from rope_patch.utils import atomic_files
@@ -54,24 +54,31 @@ class DivergenceGuard:
         Raises:
             TrainingStopped: Names the step and the data.
         """
+        self.require_finite(step, loss, norm, rows)
         mean = (
             statistics.fmean(self.recent_losses)
             if len(self.recent_losses) >= _MIN_STEPS
             else math.inf
         )
-        if not math.isfinite(loss):
-            problem = f"the loss is {loss}"
-        elif not math.isfinite(norm):
-            problem = f"the gradients' norm is {norm} (the loss {loss:.4g})"
-        elif loss > mean + self.max_rise:
+        if loss > mean + self.max_rise:
             problem = (
                 f"the loss rose to {loss:.4g}, from {mean:.4g} over the last "
                 f"{len(self.recent_losses)} "
                 f"steps (max_loss_rise: {self.max_rise:g})"
             )
-        else:
-            self.recent_losses.append(loss)
-            return
+            self._stop(step, problem, rows)
+        self.recent_losses.append(loss)
+
+    def require_finite(
+        self, step: int, loss: float, norm: float, rows: Sequence[dict[str, Any]]
+    ) -> None:
+        """Raise if a step's loss or gradients are not finite; see `check`."""
+        if not math.isfinite(loss):
+            self._stop(step, f"the loss is {loss}", rows)
+        if not math.isfinite(norm):
+            self._stop(step, f"the gradients' norm is {norm} (the loss {loss:.4g})", rows)
+
+    def _stop(self, step: int, problem: str, rows: Sequence[dict[str, Any]]) -> NoReturn:
         self.on_stop()
         last = latest_complete(self.folder)
         raise TrainingStopped(

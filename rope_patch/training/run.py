@@ -6,33 +6,38 @@ import contextlib
 import json
 import logging
 import math
-import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
+from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.pretrained.saving import save
-from rope_patch.training import checkpoints, identity
+from rope_patch.training import averaging, checkpoints, identity
 from rope_patch.training.data.arguments import require_no_document_masks
 from rope_patch.training.data.packing import PackedRows, collate
+from rope_patch.training.data.summary import summarize
 from rope_patch.training.model_card import facts_table, write_card
 from rope_patch.training.model_setup import PreparedModel, adapter_weights, is_lora, prepare
 from rope_patch.training.monitor import DivergenceGuard, TrainingProgress
 from rope_patch.training.needle_callback import drop_scores
+from rope_patch.training.objective.distillation import mark_distilled
+from rope_patch.training.precision import mixed_precision
+from rope_patch.training.process_layout import process_layout
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.training.stage import require_no_stages
 from rope_patch.utils import atomic_files
+from rope_patch.utils.errors import Refused
 from rope_patch.utils.folder_lock import lock_folder
 from rope_patch.utils.processes import Processes
 
@@ -71,6 +76,9 @@ class TrainingRun:
         self.folder = Path(str(settings.training.output_dir))
         training = settings.training
         sharing = process_layout(accelerator)
+        if (distillation := prepared.objective.distillation) is not None:
+            _require_distillation(accelerator)
+            distillation.place(accelerator, accelerator.num_processes // sharing.reader_count)
         self.context_parallel = sharing.context_parallel
         self._require_whole_sequences()
         batch = training.per_device_train_batch_size
@@ -92,6 +100,8 @@ class TrainingRun:
         limit = settings.extension.max_loss_rise
         self.guard = DivergenceGuard(limit, self.folder, on_stop=lambda: self.progress.close())
         self.steps_done = 0
+        self.averaged_steps: list[int] = []
+        self._rotation: dict[str, Any] = {}
         processes = Processes()
         processes.run_on_main(lambda: self._require_same_run(resume))
         self._data_state: dict[str, Any] = {}
@@ -117,15 +127,54 @@ class TrainingRun:
         """Return an endless DataLoader of this process's rows."""
         training = self.settings.training
         has_gaps = self.context_parallel > 1 or self.settings.data.positions == "skip"
+
+        def make_batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
+            batch = collate(rows, has_gaps=has_gaps)
+            return batch if self.prepared.objective.distillation is None else mark_distilled(batch)
+
         return DataLoader(
             self.rows,
             batch_size=training.per_device_train_batch_size,
-            collate_fn=lambda rows: collate(rows, has_gaps=has_gaps),
+            collate_fn=make_batch,
             num_workers=training.dataloader_num_workers,
             pin_memory=training.dataloader_pin_memory and self.accelerator.device.type == "cuda",
             # The iterator draws a seed; its own generator keeps a resumed run's numbers in step.
             generator=torch.Generator(),
         )
+
+    def reading_originals(self, batch: dict[str, Any]) -> Any:
+        """Return a context in which a micro-batch's loss is computed; see `Distillation.reading`.
+
+        Args:
+            batch: The micro-batch; only the model's inputs are left in it.
+        """
+        distillation = self.prepared.objective.distillation
+        return contextlib.nullcontext() if distillation is None else distillation.reading(batch)
+
+    def check_step(
+        self,
+        step: int,
+        loss: float,
+        terms: dict[str, float],
+        norm: float,
+        rows: list[dict[str, Any]],
+    ) -> None:
+        """Check a step before it is taken; see `DivergenceGuard.check`.
+
+        Args:
+            step: The step's number, from 1.
+            loss: The loss over all processes.
+            terms: The loss's terms.
+            norm: The gradient norm over all processes.
+            rows: The `row` of each row that this process computed the loss from.
+        """
+        self.guard.require_finite(step, loss, norm, rows)
+        if self.prepared.objective.distillation is not None:
+            # A step's share of distilled rows moves its loss: other rows' losses are comparable.
+            if "language_loss" not in terms:
+                return
+            loss = terms["language_loss"]
+        self.guard.check(step, loss, norm, rows)
 
     def mark_consumed(self, rows: list[dict[str, Any]]) -> None:
         """Remember the state of the data after a step's rows."""
@@ -136,6 +185,7 @@ class TrainingRun:
     def write_checkpoint(self, step: int) -> Iterator[Path]:
         """Write a checkpoint atomically; see `checkpoints.atomic_checkpoint`."""
         limit = self.settings.training.save_total_limit
+        limit = max(limit, self.settings.extension.average_checkpoints) if limit else None
         try:
             with checkpoints.atomic_checkpoint(
                 self.folder,
@@ -153,7 +203,7 @@ class TrainingRun:
         """Write the data's state and the recent losses into a checkpoint."""
         if self.is_main:
             losses = list(self.guard.recent_losses)
-            state = {"state": self._data_state, "losses": losses}
+            state = {"state": self._data_state, "losses": losses, "rotation": self._rotation}
             atomic_files.write_json(checkpoint / DATA_STATE, state)
 
     def finish(self, model: Any) -> Path | None:
@@ -166,27 +216,33 @@ class TrainingRun:
             The model's folder, on the main process.
         """
         self.progress.close()
-        weights = self.accelerator.get_state_dict(model) if _is_sharded(model) else None
+        averages = self.settings.extension.average_checkpoints > 0
+        is_sharded = _is_sharded(model)
+        # Averages come from the checkpoints' files.
+        gathers = is_sharded and not averages
+        weights = self.accelerator.get_state_dict(model) if gathers else None
         if not self.is_main:
             return None
-        for source, source_counts in self._document_counts.items():
-            logger.info(
-                "read of %s: documents %s, tokens %s",
-                source,
-                *(f"{source_counts[k]:,}" for k in _LOGGED_COUNTS),
-            )
-        if summary := self.filter_summary():
-            logger.info("%s", summary)
-        if summary := self.packing_summary():
-            logger.info("packed into rows (%s): %s", self.settings.data.packing, summary)
+        for source, counts in self._document_counts.items():
+            numbers = (f"{counts[k]:,}" for k in _LOGGED_COUNTS)
+            logger.info("read of %s: documents %s, tokens %s", source, *numbers)
+        for name, summary in self.data_summaries().items():
+            logger.info("%s: %s", name, summary)
         target = self.folder / checkpoints.MODEL
-        if weights is not None:  # rebuild the unsharded model
-            # Only this process builds it, so probing a chunked loss would wait for the others.
-            full_loss_extension = replace(self.settings.extension, loss="full")
-            self.prepared = prepare(replace(self.settings, extension=full_loss_extension))
+        if is_sharded:  # rebuild the unsharded model
+            # Only this process builds it, so probing the loss would wait for the others.
+            plain = replace(
+                self.settings,
+                extension=replace(self.settings.extension, loss="full", z_loss=0.0),
+                objective=replace(self.settings.objective, distillation_weight=0.0),
+            )
+            self.prepared = prepare(plain)
+        if weights is not None:
             self.prepared.model.load_state_dict(weights)
         stage = self.settings.stage
-        if stage is not None and is_lora(self.prepared.model):
+        if averages:
+            self._average_checkpoints()
+        elif stage is not None and is_lora(self.prepared.model):
             with checkpoints.explain_write_errors(self.folder, stage.adapter.name):
                 self._write_adapter(stage.adapter)
         model_alone = self.prepared.finish()
@@ -207,6 +263,41 @@ class TrainingRun:
                 stage.write_record(self.steps, facts_table(self))
         logger.info("the model is in %s", target)
         return target
+
+    def _average_checkpoints(self) -> None:
+        """Set the model's weights to the mean of the last checkpoints.
+
+        Raises:
+            ValueError: They are too few, damaged, or of different runs.
+        """
+        count = self.settings.extension.average_checkpoints
+        folders = checkpoints.last_complete(self.folder, count)
+        identity.require_same_rotation(
+            {f: json.loads((f / DATA_STATE).read_text()).get("rotation") for f in folders}
+        )
+        averaging.average_into(self.prepared.model, folders)
+        self.averaged_steps = [checkpoints.step_of(folder) for folder in folders]
+        steps = ", ".join(f"{step:,}" for step in self.averaged_steps)
+        logger.info("the model is the mean of the checkpoints of steps %s", steps)
+
+    def _require_enough_checkpoints(self, resume: Path | None) -> None:
+        """Raise if the run will not have as many checkpoints as it is to average."""
+        training, count = self.settings.training, self.settings.extension.average_checkpoints
+        done = 0 if resume is None else checkpoints.step_of(resume)
+        every = (
+            training.save_steps if training.save_steps >= 1 else self.steps * training.save_steps
+        )
+        every = math.ceil(every)
+        existing = {step for step in checkpoints.steps_of_checkpoints(self.folder) if step <= done}
+        coming = {*range(every, self.steps + 1, every), self.steps}
+        number = len(existing | {step for step in coming if step > done})
+        if number < count:
+            raise ValueError(
+                f"average_checkpoints: {count} needs as many checkpoints, but the run has "
+                f"{number} ({len(existing)} of them in {self.folder} already, save_steps: "
+                f"{training.save_steps:g}, {self.steps:,} steps): expected smaller save_steps, or "
+                f"average_checkpoints: {number if number > 1 else 0}"
+            )
 
     def _write_adapter(self, file: Path) -> None:
         """Write what LoRA trained, with which the next stage goes on."""
@@ -234,30 +325,9 @@ class TrainingRun:
         )
         return f"# stage {stage.number} of {stage.count}{start}\n"
 
-    def packing_summary(self) -> str:
-        """Return how many documents were cut and how much of the rows is padding, if any was."""
-        counts = self._data_state.get("row_yield", {})
-        if not counts.get("documents"):
-            return ""
-        padding = counts["padding"] / (counts["tokens"] + counts["padding"])
-        return (
-            f"{counts['cut'] / counts['documents']:.2%} of {counts['documents']:,} documents cut, "
-            f"{padding:.2%} padding"
-        )
-
-    def filter_summary(self) -> str:
-        """Return how many documents `compression_ratio` left out, if the recipe has it."""
-        bounds = self.settings.data.compression_ratio
-        states = self._data_state.get("long", [])
-        if bounds is None or not states:
-            return ""
-        low, high, kept = (
-            sum(state[key] for state in states) for key in ("repetitive", "noisy", "documents")
-        )
-        return (
-            f"compression ratio {bounds[0]:g} to {bounds[1]:g}: {low:,} documents left out below, "
-            f"{high:,} above, {kept:,} kept"
-        )
+    def data_summaries(self) -> dict[str, str]:
+        """Return what packing, filter and aggregation tasks did, by name."""
+        return summarize(self.settings.data, self._data_state)
 
     def _require_same_run(self, resume: Path | None) -> None:
         """Raise if the folder holds another run; else write this run's identity."""
@@ -281,6 +351,8 @@ class TrainingRun:
         for run_folder in dict.fromkeys(folders):
             steps_done = None if resume is None else checkpoints.step_of(resume)
             identity.require_same_identity(run_folder, new_identity, self.settings, steps_done)
+        self._require_enough_checkpoints(resume)
+        self._rotation = identity.rotation_of(new_identity)
         self.folder.mkdir(parents=True, exist_ok=True)
         identity.write_identity(self.folder, new_identity)
 
@@ -312,6 +384,16 @@ class TrainingRun:
                 f"processes of context parallelism, got {length:,}: expected for example "
                 f"{math.ceil(length / parts) * parts:,}"
             )
+
+
+def _require_distillation(accelerator: Any) -> None:
+    """Raise if processes share the work in a way that the original model does not follow."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise Refused(
+            "distillation_weight keeps the original model beside the trained one, which DeepSpeed "
+            "does not place: expected one process, data parallelism or FSDP2, such as rope-patch "
+            "recipes fsdp2"
+        )
 
 
 @contextlib.contextmanager
@@ -364,15 +446,6 @@ def _command_line() -> str:
     return " ".join(shlex.join([*name, *words]).split())
 
 
-def mixed_precision(training: Any) -> str:
-    """Return accelerate's `mixed_precision`: the number format of matrix products.
-
-    As in the Trainer, accelerate's config decides if the recipe does not.
-    """
-    launcher_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return "bf16" if training.bf16 else launcher_precision
-
-
 def keep_loss_exact(accelerator: Any) -> None:
     """Keep FSDP2 from rounding module outputs, such as the loss, to 16 bits.
 
@@ -388,36 +461,3 @@ def keep_loss_exact(accelerator: Any) -> None:
 def _is_sharded(model: Any) -> bool:
     """Return whether no process holds all weights."""
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
-
-
-class ProcessLayout(NamedTuple):
-    """Distribution of the work over processes.
-
-    Attributes:
-        context_parallel: Processes that hold parts of the same rows.
-        reader_index: Index of this process among those that read different rows.
-        reader_count: Number of processes that read different rows.
-        replicas: Rows in training at once, per row in a batch.
-    """
-
-    context_parallel: int
-    reader_index: int
-    reader_count: int
-    replicas: int
-
-
-def process_layout(accelerator: Any) -> ProcessLayout:
-    """Return how accelerate's processes share the work.
-
-    Under DeepSpeed's sequence parallelism each process reads different rows, which are split over
-    the processes one after the other.
-    """
-    sizes = getattr(accelerator, "parallelism_config", None)
-    processes_per_row = 1 if sizes is None else sizes.cp_size * sizes.tp_size
-    readers = accelerator.num_processes // processes_per_row
-    return ProcessLayout(
-        context_parallel=1 if sizes is None else sizes.cp_size,
-        reader_index=accelerator.process_index // processes_per_row,
-        reader_count=readers,
-        replicas=readers // getattr(sizes, "sp_size", 1),
-    )

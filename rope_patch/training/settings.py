@@ -20,8 +20,10 @@ from rope_patch.methods.plugins import load_plugin
 from rope_patch.training import recipe_files, stage_keys
 from rope_patch.training.data.arguments import DataArguments
 from rope_patch.training.data.row_positions import check_leaky
+from rope_patch.training.objective.arguments import ObjectiveArguments, check_objective
 from rope_patch.training.recipe_parser import Parser, RecipeParser, with_underscores
 from rope_patch.training.stage import Stage
+from rope_patch.training.unsupported_keys import UNSUPPORTED_KEYS
 from rope_patch.utils.errors import did_you_mean, one_line
 
 LOSSES = ("auto", "full", "torch", "liger")
@@ -86,6 +88,10 @@ class ExtensionArguments:
         default=0.0,
         metadata={"help": "Weight of the mean (log Z)², against drifting logits; often 1e-5."},
     )
+    decay_embeddings: bool = field(
+        default=True,
+        metadata={"help": "Apply weight_decay to embeddings, too; norms and biases never decay."},
+    )
     offload_activations: bool = field(
         default=False, metadata={"help": "Keep what the backward pass needs in the CPU's memory."}
     )
@@ -102,6 +108,10 @@ class ExtensionArguments:
     resume: str = field(
         default="no",
         metadata={"help": "auto: from the last whole checkpoint, if any; or a checkpoint; or no."},
+    )
+    average_checkpoints: int = field(
+        default=0,
+        metadata={"help": "Finish with the mean of the last so many checkpoints; 0 for the last."},
     )
     max_loss_rise: float = field(
         default=3.0,
@@ -149,24 +159,7 @@ class TrainArguments(TrainingArguments):
         self.use_cpu = use_cpu
 
 
-_ARGUMENT_CLASSES: Any = (ExtensionArguments, DataArguments, TrainArguments)
-
-# Unsupported keys of TrainingArguments, and what to use instead.
-_UNSUPPORTED_KEYS = {
-    "num_train_epochs": "rows are streamed without end: say max_steps or tokens",
-    "load_best_model_at_end": "there is no validation set; retrieval_steps and rope-patch eval "
-    "say how good the model is",
-    "resume_from_checkpoint": "say resume: auto, or resume: PATH",
-    "auto_find_batch_size": "memory is planned ahead: rope-patch finetune --plan",
-    "eval_strategy": "say retrieval_steps: N",
-    "eval_steps": "say retrieval_steps: N",
-    "logging_nan_inf_filter": "a loss that is not a number stops the training",
-    "push_to_hub": "upload the finished model's folder: hf upload NAME out/finetune/model",
-    "ignore_data_skip": "rows go on where they were",
-    "remove_unused_columns": "rows have no columns that are not used",
-    "include_num_input_tokens_seen": "tokens are counted anyway",
-    "activation_checkpointing": "say gradient_checkpointing",
-}
+_ARGUMENT_CLASSES: Any = (ExtensionArguments, DataArguments, ObjectiveArguments, TrainArguments)
 
 
 @dataclass(frozen=True)
@@ -178,6 +171,7 @@ class Settings:
         data: Documents and packing.
         training: transformers' TrainingArguments.
         explicit: The keys set explicitly in the file or on the command line, with their values.
+        objective: Terms of the objective.
         stages: The settings of each stage, if the recipe has `stages`; the rest is then stage 1's,
             except the output folder.
         stage: The place within such a recipe, if these are a stage's settings.
@@ -187,6 +181,7 @@ class Settings:
     data: DataArguments
     training: TrainArguments
     explicit: dict[str, Any]
+    objective: ObjectiveArguments = field(default_factory=ObjectiveArguments)
     stages: tuple[Settings, ...] = ()
     stage: Stage | None = None
 
@@ -220,10 +215,11 @@ class Settings:
             key: value
             for key, value in self.training.to_dict().items()
             if key in known_keys()
-            and key not in _UNSUPPORTED_KEYS
+            and key not in UNSUPPORTED_KEYS
             and not str(value).startswith("<")
         }
-        return {**asdict(self.extension), **asdict(self.data), **training}
+        ours = (self.extension, self.data, self.objective)
+        return {key: value for part in ours for key, value in asdict(part).items()} | training
 
 
 def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
@@ -272,8 +268,8 @@ def _settings_of(recipe: dict[str, Any], rest: list[str]) -> Settings:
     """Return the settings of a file's keys and of the command line's, which override them."""
     words = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
     for key in [*recipe, *words]:
-        if key in _UNSUPPORTED_KEYS:
-            raise ValueError(f"{key} is not for this: {_UNSUPPORTED_KEYS[key]}")
+        if key in UNSUPPORTED_KEYS:
+            raise ValueError(f"{key} is not for this: {UNSUPPORTED_KEYS[key]}")
     inner = RecipeParser(_ARGUMENT_CLASSES)
     recipe = {key: inner.coerce(key, value) for key, value in recipe.items()}
     inner.set_recipe(recipe)
@@ -281,7 +277,7 @@ def _settings_of(recipe: dict[str, Any], rest: list[str]) -> Settings:
         with warnings.catch_warnings():
             # transformers 5.23 deprecates gradient_checkpointing; older ones lack the new name.
             warnings.simplefilter("ignore", FutureWarning)
-            extension, data, training, unknown = inner.parse_args_into_dataclasses(
+            extension, data, objective, training, unknown = inner.parse_args_into_dataclasses(
                 rest, return_remaining_strings=True
             )
     except (TypeError, argparse.ArgumentTypeError) as error:
@@ -290,8 +286,9 @@ def _settings_of(recipe: dict[str, Any], rest: list[str]) -> Settings:
         if not word.startswith("--"):
             raise ValueError(f"expected --key value, got {word!r}")
         _require_known(word[2:].partition("=")[0], "on the command line")
-    explicit = recipe | {key: getattr(_owner(key, extension, data, training), key) for key in words}
-    settings = Settings(extension, data, training, explicit)
+    parts = (extension, data, objective, training)
+    explicit = recipe | {key: getattr(_owner(key, *parts), key) for key in words}
+    settings = Settings(extension, data, training, explicit, objective)
     for source in extension.plugin:
         load_plugin(source)
     _validate(settings)
@@ -332,7 +329,7 @@ def known_keys() -> dict[str, str]:
 
 def usable_keys() -> dict[str, str]:
     """Return the supported keys with their help."""
-    keys = {key: about for key, about in known_keys().items() if key not in _UNSUPPORTED_KEYS}
+    keys = {key: about for key, about in known_keys().items() if key not in UNSUPPORTED_KEYS}
     return keys | {stage_keys.STAGES: stage_keys.ABOUT}
 
 
@@ -372,12 +369,14 @@ def _validate(settings: Settings) -> None:
         raise ValueError("fp16 overflows in long training: expected bf16: true, or neither")
     if extension.loss not in LOSSES:
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {extension.loss!r}")
-    if not (extension.z_loss >= 0 and math.isfinite(extension.z_loss)):
-        raise ValueError(f"z_loss must be 0 or above, got {extension.z_loss}")
-    if extension.z_loss and training.label_smoothing_factor:
+    if extension.average_checkpoints < 0 or extension.average_checkpoints == 1:
         raise ValueError(
-            "label_smoothing_factor makes the Trainer compute the loss, which has no z_loss then: "
-            "expected one of the two"
+            f"average_checkpoints must be 0, or 2 or more, got {extension.average_checkpoints}"
+        )
+    if extension.average_checkpoints and training.save_strategy != "steps":
+        raise ValueError(
+            "average_checkpoints needs checkpoints: expected save_strategy: steps, got "
+            f"{getattr(training.save_strategy, 'value', training.save_strategy)}"
         )
     if extension.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, got {extension.dtype!r}")
@@ -387,6 +386,7 @@ def _validate(settings: Settings) -> None:
         )
     options = _parse_options(extension.options)
     check_leaky(settings.data.positions, extension, options)
+    check_objective(settings.objective, settings)
     for name in training.report_to or ():
         if name not in integrations.get_available_reporting_integrations():
             raise ValueError(

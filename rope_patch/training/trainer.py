@@ -27,6 +27,7 @@ from rope_patch.training.curriculum import run_stages
 from rope_patch.training.memory import plan
 from rope_patch.training.model_setup import PreparedModel, prepare
 from rope_patch.training.needle_callback import needles_of
+from rope_patch.training.parameter_groups import decayed_names, require_undecayed_embeddings
 from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
 from rope_patch.training.schedule import keep_settings
 from rope_patch.training.settings import Settings, parse
@@ -69,6 +70,19 @@ class LongContextTrainer(Trainer):
         """Return this process's rows; accelerate must not split them again."""
         return self.run.loader()
 
+    def get_decay_parameter_names(self, model: Any, *_: Any) -> list[str]:
+        """Return the names of the parameters with weight decay; see `decayed_names`."""
+        decay_embeddings = self.run.settings.extension.decay_embeddings
+        return decayed_names(model, decay_embeddings=decay_embeddings)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Return the recipe's optimizer."""
+        optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
+        if not self.run.settings.extension.decay_embeddings:
+            trained: Any = self.model if model is None else model
+            require_undecayed_embeddings(trained, optimizer)
+        return optimizer
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Move the rows' origins from a step's batches to `step_rows`."""
         batches, count = super().get_batch_samples(*args, **kwargs)
@@ -81,6 +95,11 @@ class LongContextTrainer(Trainer):
             loss = super().training_step(*args, **kwargs)
         self.micro_batch_losses.append(loss)
         return loss
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss after the original model read what is distilled, if anything is."""
+        with self.run.reading_originals(inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def clip_and_record_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Clip the gradients as accelerate does, and record their norm."""
@@ -103,7 +122,7 @@ class LongContextTrainer(Trainer):
         reduction = "sum" if self.args.average_tokens_across_devices else "mean"
         terms = self.run.prepared.objective.read(self.accelerator, reduction)
         self.step_metrics = {"loss": loss, **terms, "grad_norm": norm, "learning_rate": rate}
-        self.run.guard.check(self.state.global_step + 1, loss, norm, self.step_rows)
+        self.run.check_step(self.state.global_step + 1, loss, terms, norm, self.step_rows)
         self.run.mark_consumed(self.step_rows)
 
     def carry_optimizer(self) -> None:

@@ -1,9 +1,9 @@
 """Measure the peak memory of a training step in one of several processes that share a row.
 
 Run as `memory_worker.py FOLDER GROUP` with the variables that torchrun sets; writes
-`FOLDER/RANK.json`, which test_planned_memory.py checks. Weights are shared by FSDP2, rows by torch's
-ring attention or by the exchange of heads (Ulysses), which is written out here: DeepSpeed's runs on
-GPUs only.
+`FOLDER/RANK.json`, which test_planned_memory.py checks. Weights are shared by FSDP2, rows by
+torch's ring attention or by the exchange of heads (Ulysses), which is written out here: DeepSpeed's
+runs on GPUs only.
 """
 
 import json

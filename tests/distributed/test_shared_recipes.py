@@ -18,6 +18,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.processes import launch, shared_folder
 from helpers.tiny_models import forward, tokens
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rope_patch
@@ -61,6 +62,15 @@ KINDS = {
         "trained_length": LENGTH // 2,
         **NEEDLES,
     },
+    # Large numbers, so that a wrong one shows.
+    "olmo": {
+        "z_loss": 0.02,
+        "weight_decay": 2.0,
+        "decay_embeddings": False,
+        "average_checkpoints": 2,
+        "save_total_limit": 1,
+    },
+    "averaged lora": {"lora_rank": 4, "average_checkpoints": 2},
     "masked": {
         "method": "mixed-yarn",
         "trained_length": 64,
@@ -68,7 +78,17 @@ KINDS = {
         "packing": "masked",
         "short_share": 0.5,
     },
+    # The original model shares LoRA's frozen weights, but with FSDP.
+    "distilled": {"short_share": 0.5, "distillation_weight": 1.0},
+    "distilled lora": {"lora_rank": 4, "short_share": 0.25, "distillation_weight": 1.0},
     "best fit": {"packing": "best_fit", "packing_window": 5},
+    "woven": {
+        "train_length": 512,
+        "packing": "best_fit",
+        "packing_window": 3,
+        "compression_ratio": [0.3, 0.9],
+        "aggregation_share": 1.0,
+    },
 }
 _STAGES = [
     {"factor": 2, "max_steps": 2, "train_length": LENGTH // 2},
@@ -85,6 +105,7 @@ STAGED_IN = {
 REFUSED = {
     "packed": {"packing": "masked"},
     "short": {"short_share": 0.5},
+    "distilled rows": {"short_share": 0.5, "distillation_weight": 1.0},
     "indivisible": {"train_length": 254},
     "sliding": {"model": str(ASSETS / "tiny-gemma3"), "method": "yarn", "factor": 2},
 }
@@ -95,12 +116,14 @@ def jobs_of(mode):
     if mode == "one":
         kinds = KINDS | STAGED
         return {kind: ("finetune", kind, changes, None) for kind, changes in kinds.items()}
-    kinds = ["full", "lora"]
+    kinds = ["full", "lora", "olmo", "averaged lora"]
     kinds += {
-        "data parallel": ["masked", "best fit"],
+        "data parallel": ["masked", "best fit", "woven"],
         "FSDP2": ["bfloat16"],
         "context parallel": ["following"],
     }[mode]
+    if mode != "context parallel":
+        kinds += ["distilled", "distilled lora"]
     jobs = {}
     for recipe in RECIPES:
         for kind in kinds:
@@ -194,6 +217,11 @@ def curve(folder):
     return torch.tensor([[line["loss"], line["grad_norm"]] for line in lines])
 
 
+def z_losses(folder):
+    """Return the z-loss of every step."""
+    return torch.tensor([line["z_loss"] for line in read_log(folder)])
+
+
 def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
@@ -215,6 +243,46 @@ def test_losses_and_gradients_equal_those_of_one_process(runs, mode, recipe, kin
     torch.testing.assert_close(
         curve(folder / f"{recipe} {kind}"), curve(reference / kind), rtol=0, atol=CLOSE
     )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_z_losses_equal_those_of_one_process(runs, mode, recipe):
+    folder, _ = runs(mode)
+    reference, _ = runs("one")
+    got, expected = z_losses(folder / f"{recipe} olmo"), z_losses(reference / "olmo")
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=0)
+    assert expected.min() > 0.01
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("kind", "single"), [("olmo", "olmo"), ("averaged lora", "lora")])
+def test_averages_are_of_the_last_checkpoints(runs, mode, recipe, kind, single):
+    folder, _ = runs(mode)
+    reference, _ = runs("one")
+    card = (folder / f"{recipe} {kind}" / "model" / "README.md").read_text()
+    assert "the mean of the checkpoints of steps 2, 4 |" in card
+    got = weights(folder / f"{recipe} {kind}" / "model")
+    if kind == "averaged lora":  # it took the same steps as the run without an average
+        last = weights(reference / single / "model")
+    else:
+        last = load_file(reference / single / "checkpoint-4" / "model.safetensors")
+        got = {name: got[name] for name in last}
+    assert max_difference(got, last) > 2 * CLOSE
+
+
+@pytest.mark.parametrize(
+    ("mode", "recipe", "kind"), [case for case in CASES if "distilled" in case[2]]
+)
+def test_divergences_are_averaged_over_the_tokens_of_all_processes(runs, mode, recipe, kind):
+    folder, _ = runs(mode)
+    reference, _ = runs("one")
+    logs = (read_log(folder / f"{recipe} {kind}"), read_log(reference / kind))
+    for got, expected in zip(*logs, strict=True):
+        assert got["distillation_tokens"] == expected["distillation_tokens"] > 0
+        for term in ("distillation_loss", "language_loss"):
+            assert got[term] == pytest.approx(expected[term], abs=CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -364,6 +432,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(runs, mode, recipe, kind):
         ),
         (
             "short",
+            "no mask: expected packing single, concatenate or best_fit_unmasked, and short_share 0",
+        ),
+        (
+            "distilled rows",
             "no mask: expected packing single, concatenate or best_fit_unmasked, and short_share 0",
         ),
         ("indivisible", "train_length must be divisible by 4, .* got 254: .* example 256"),

@@ -74,7 +74,8 @@ def _warnings(caplog):
 
 
 @pytest.mark.parametrize(
-    ("variant", "after"), [("plain", 2), ("lora", 4), ("packed", 2), ("best_fit", 4)]
+    ("variant", "after"),
+    [("plain", 2), ("lora", 4), ("packed", 2), ("best_fit", 4), ("woven", 4), ("distilled", 2)],
 )
 def test_resume_equals_uninterrupted(recipe, variant, after, reference_run, tmp_path):
     uninterrupted = reference_run(recipe, variant)

@@ -56,7 +56,10 @@ def _error(lines):
     return line
 
 
-@pytest.mark.parametrize("variant", ["plain", pytest.param("best_fit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "variant",
+    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("best_fit", "woven"))],
+)
 def test_a_run_killed_during_a_step_resumes_exactly(recipe, variant, reference_run, tmp_path):
     folder = tmp_path / "run"
     log = folder / "log.jsonl"

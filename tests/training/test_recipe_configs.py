@@ -29,6 +29,10 @@ GEOMETRIES = {
     "meta-llama/Meta-Llama-3-8B": LLAMA_3,
     "meta-llama/Meta-Llama-3-8B-Instruct": LLAMA_3,
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA_3,  # start: unscaled
+    "models/olmo-3-7b-stage2": LLAMA_3,  # the same head, theta and length
+    "models/olmo-hybrid-7b-stage2": LLAMA_3,
+    "models/smollm3-stage3": Geometry(head_dim=128, theta=5e4, trained_length=4096),
+    "models/deepseek-v3-4k": Geometry(head_dim=64, theta=1e4, trained_length=4096),
     "Qwen/Qwen3-0.6B": Geometry(head_dim=128, theta=1e6, trained_length=40960),
     "HuggingFaceTB/SmolLM2-360M": Geometry(head_dim=64, theta=1e5, trained_length=8192),
     "HuggingFaceTB/SmolLM-360M": Geometry(head_dim=64, theta=1e4, trained_length=2048),
@@ -44,6 +48,20 @@ YARN = ADAM | {
 PROLONG = ADAM | {
     "schedule": "cosine_with_min_lr", "floor": 0.1, "warmup_steps": 0.1, "weight_decay": 0.1,
     "max_grad_norm": 1.0,
+}  # fmt: skip
+OLMO = ADAM | {
+    "trained": 8192, "target": 65536, "rows": 64, "row_length": 65536,
+    "learning_rate": 0.00020712352850360292, "schedule": "linear", "warmup_steps": 200,
+    "weight_decay": 0.1, "z_loss": 1e-5, "max_grad_norm": 1.0,
+}  # fmt: skip
+SMOLLM3 = ADAM | {
+    "method": "abf", "trained": 4096, "learning_rate": 2e-5, "schedule": "cosine",
+    "warmup_steps": 1000, "weight_decay": 0.1, "packing": "masked", "data_weights": [0.9, 0.1],
+}  # fmt: skip
+DEEPSEEK = ADAM | {
+    "method": "yarn", "factor": 40, "beta_fast": 32.0, "beta_slow": 1.0, "trained": 4096,
+    "attention_factor": 0.1 * math.log(40) + 1, "steps": 1000, "learning_rate": 7.3e-6,
+    "schedule": "constant", "weight_decay": 0.1, "max_grad_norm": 1.0,
 }  # fmt: skip
 # Values of the papers and their code. Keys that they leave open are missing here.
 PUBLISHED = {
@@ -96,6 +114,23 @@ PUBLISHED = {
         "learning_rate": 3e-4, "temperature": "drope:0.103",
     },
     "prope_32k": {"method": "proportional", "share": 0.75},
+    # arXiv:2512.13961, section 3.6; github.com/allenai/OLMo-core, src/scripts: train/OLMo3/
+    # OLMo3-7B-long-context.py, official/OLMo3/OLMo-3-1025-7B-long-context.py
+    "olmo3_64k": OLMO
+    | {
+        "method": "yarn", "factor": 8, "beta_fast": 32.0, "beta_slow": 1.0,
+        "attention_factor": 0.1 * math.log(8) + 1, "layer_types": ["full_attention"],
+        "tokens": 50e9, "data_weights": [0.34, 0.66], "packing": "best_fit",
+    },
+    # official/OLMo-hybrid/OLMo-hybrid-7B-long-context.py there
+    "olmo_hybrid_drope": OLMO
+    | {"method": "nope", "tokens": 100e9, "packing": "best_fit_unmasked"},
+    # nanotron files in github.com/huggingface/smollm, text/pretraining/smollm3
+    "smollm3_64k#1": SMOLLM3 | {"theta": 2e6, "target": 32768, "steps": 20_000, "rows": 72},
+    "smollm3_64k#2": SMOLLM3 | {"theta": 5e6, "target": 65536, "steps": 22_000, "rows": 36},
+    # arXiv:2412.19437, section 4.3
+    "deepseek_v3_128k#1": DEEPSEEK | {"row_length": 32768, "rows": 1920},
+    "deepseek_v3_128k#2": DEEPSEEK | {"row_length": 131072, "rows": 480},
     # train_64K.sh and modeling_flash_llama_cope.py in github.com/hrlics/CoPE
     "cope_64k": PROLONG
     | {
@@ -141,11 +176,23 @@ TUNED = (
 
 
 def read(name):
-    return parse(["--config", str(ROOT / "recipes" / "configs" / f"{name}.yaml")])[0]
+    """Return the settings of a recipe, or of one of its stages: `NAME#1`."""
+    name, _, stage = name.partition("#")
+    settings = parse(["--config", str(ROOT / "recipes" / "configs" / f"{name}.yaml")])[0]
+    return settings.stages[int(stage) - 1] if stage else settings
+
+
+def runs(name):
+    """Return the names of a recipe's stages, or its own."""
+    stages = len(read(name).stages)
+    return [f"{name}#{number}" for number in range(1, stages + 1)] or [name]
+
+
+RUNS = [run for name in NAMES for run in runs(name)]
 
 
 def text(name):
-    return (ROOT / "recipes" / "configs" / f"{name}.yaml").read_text()
+    return (ROOT / "recipes" / "configs" / f"{name.partition('#')[0]}.yaml").read_text()
 
 
 def header(name):
@@ -153,10 +200,15 @@ def header(name):
     return text(name).partition("\n\n")[0]
 
 
+LAUNCH_LINE = (
+    r"rope-patch recipes (\w+) > \1.yaml; accelerate launch --config_file \1.yaml "
+    r"(?:--num_processes (\d+) )?-m "
+)
+
+
 def launcher(name):
     """Return the accelerate file that the launch line copies and names."""
-    line = r"rope-patch recipes (\w+) > \1.yaml; accelerate launch --config_file \1.yaml -m "
-    match = re.search(line, header(name))
+    match = re.search(LAUNCH_LINE, header(name))
     return ROOT / "recipes" / "accelerate" / f"{match[1] if match else 'single'}.yaml"
 
 
@@ -174,12 +226,16 @@ def resolved_values(name):
     method, target = method_of(settings)
     launch = yaml.safe_load(launcher(name).read_text())
     cp_size = launch.get("parallelism_config", {}).get("parallelism_config_cp_size", 1)
-    replicas = launch["num_processes"] // cp_size
+    match = re.search(LAUNCH_LINE, header(name))
+    processes = int(match[2]) if match and match[2] else launch["num_processes"]
+    replicas = processes // cp_size
     return {
         "method": extension.method,
         "trained": GEOMETRIES[extension.model].trained_length,
         "target": target,
         "factor": extension.factor,
+        "layer_types": extension.layer_types,
+        "z_loss": extension.z_loss,
         "start": extension.start,
         "beta_fast": getattr(method, "beta_fast", None),
         "beta_slow": getattr(method, "beta_slow", None),
@@ -216,7 +272,7 @@ def resolved_values(name):
 
 
 def test_every_recipe_has_published_values_to_check():
-    assert set(NAMES) == set(PUBLISHED) | {"smoke_cpu"}
+    assert set(RUNS) == set(PUBLISHED) | {"smoke_cpu"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -248,7 +304,7 @@ def test_every_tuned_number_has_a_comment_with_its_source(name):
         assert "all numbers are ours" in header(name)
         return
     for line in text(name).splitlines():
-        if line.partition(":")[0] in TUNED:
+        if line.strip(" -").partition(":")[0] in TUNED:
             assert re.search(r"\S +# .", line), line
 
 
@@ -273,7 +329,7 @@ def test_values_are_the_published_ones(name):
     assert {key: ours[key] for key in PUBLISHED[name]} == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RUNS)
 def test_tokens_are_those_of_the_header(name):
     ours = resolved_values(name)
     tokens = ours["tokens"] or ours["steps"] * ours["rows"] * ours["row_length"]
@@ -286,7 +342,7 @@ def test_tokens_are_those_of_the_header(name):
     assert any(math.isclose(tokens, number, rel_tol=0.1) for number in numbers), (tokens, line)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RUNS)
 def test_the_method_fits_the_model(name):
     settings = read(name)
     geometry = GEOMETRIES[settings.extension.model]
@@ -299,7 +355,7 @@ def test_the_method_fits_the_model(name):
     assert (settings.extension.train_length or target) <= target
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RUNS)
 def test_the_launcher_supports_the_rows(name):
     settings, ours = read(name), resolved_values(name)
     data_arguments.check_data_arguments(settings.data, ours["row_length"])
@@ -312,7 +368,7 @@ def test_the_launcher_supports_the_rows(name):
     if parallelism.get("parallelism_config_sp_size", 1) > 1:
         implementation = parallelism["parallelism_config_sp_attn_implementation"]
         assert settings.extension.attention == implementation
-    if (settings.data.packing == "masked") and ours["row_length"] > 32768:
+    if settings.data.masks_documents and ours["row_length"] > 32768:
         assert settings.extension.attention == "flash_attention_2"
 
 

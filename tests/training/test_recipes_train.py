@@ -12,6 +12,7 @@ from random import Random
 import pytest
 import torch
 import transformers
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -19,7 +20,7 @@ from rope_patch.training.loop import loop
 from rope_patch.training.memory import plan
 from rope_patch.training.memory.launch import read_environment
 from rope_patch.training.monitor import read_log
-from rope_patch.training.recipe_files import launches
+from rope_patch.training.recipe_files import launches, recipes
 from rope_patch.training.settings import parse
 from rope_patch.training.trainer import finetune
 
@@ -49,8 +50,58 @@ LLAMA_3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+HYBRID = [[kind] * 3 + ["full_attention"] for kind in ("sliding_attention", "linear_attention")]
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+LATENT = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 # Recipe -> class of the config, what differs in it, changed keys of the recipe, target length.
 TINY = {
+    "olmo3_64k": (
+        "Olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 32, "layer_types": HYBRID[0]},
+        {"attention": "sdpa", "tokens": 512.0 * STEPS, "compression_ratio": [0.01, 2.0]},
+        512,
+    ),
+    "olmo_hybrid_drope": (
+        "OlmoHybrid",
+        {"num_hidden_layers": 4, "layer_types": HYBRID[1], **DELTA_NET},
+        {"length": 256, "train_length": 256, "tokens": 256.0 * STEPS},
+        256,
+    ),
+    "smollm3_64k": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 1, 1, 0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+        },
+        {"attention": "sdpa", "stages": [{"length": 128}, {"length": 256}]},
+        256,
+    ),
+    "deepseek_v3_128k": (
+        "DeepseekV3",
+        LATENT,
+        {"offload_activations": False, "stages": [{"train_length": 128}, {"train_length": 256}]},
+        40 * TRAINED,
+    ),
     "cope_64k": ("Llama", {}, {"length": 512, "attention": "sdpa"}, 512),
     "ultralong_1m": (
         "Llama",
@@ -102,28 +153,31 @@ def write_documents(folder, count):
 
 
 def arguments(name, folder):
-    """Return the command line of a recipe on a tiny model."""
-    sources = parse(["--config", name])[0].data.data
+    """Write a recipe for a tiny model; return its command line."""
+    recipe = yaml.safe_load(recipes()[name].read_text())
+    changes = dict(TINY[name][2])
     write_model(name, folder / "tiny")
     keys = {
-        "config": name,
-        "model": folder / "tiny",
-        "max_steps": STEPS,
-        "gradient_accumulation_steps": 2,
+        "model": str(folder / "tiny"),
+        "data": write_documents(folder, len(recipe["data"])),
+        "gradient_accumulation_steps": 1,
         "warmup_steps": 1,
         "bf16": False,
         "dtype": "float32",
         "save_strategy": "no",
         "ignore_plan": True,
         "use_cpu": True,
-        "output_dir": folder / "run",
-        **TINY[name][2],
+        "output_dir": str(folder / "run"),
     }
-    if "tokens" in keys:
-        del keys["max_steps"]
-        keys["gradient_accumulation_steps"] = 1
-    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    return [*words, "--data", *write_documents(folder, len(sources))]
+    keys |= {} if "tokens" in recipe else {"max_steps": STEPS}
+    stages = zip(recipe.get("stages", []), changes.pop("stages", []), strict=True)
+    recipe |= keys | changes
+    short = {key: keys[key] for key in ("gradient_accumulation_steps", "max_steps") if key in keys}
+    if "stages" in recipe:
+        recipe["stages"] = [stage | short | change for stage, change in stages]
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return ["--config", str(path)]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -131,9 +185,11 @@ def arguments(name, folder):
 def test_a_recipe_runs_to_the_end(name, runner, tmp_path):
     settings, _ = parse(arguments(name, tmp_path))
     folder = RUNNERS[runner](settings)
-    log = read_log(tmp_path / "run")
-    assert [line["step"] for line in log] == list(range(1, STEPS + 1))
-    assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in log)
+    stages = [f"stage-{number}" for number in range(1, len(settings.stages) + 1)]
+    for stage in stages or ["."]:
+        log = read_log(tmp_path / "run" / stage)
+        assert [line["step"] for line in log] == list(range(1, STEPS + 1))
+        assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in log)
     target = TINY[name][3]
     model = rope_patch.load(folder)
     assert rope_patch.current(model) is None or rope_patch.current(model).length == target
@@ -147,7 +203,9 @@ def test_a_recipe_runs_to_the_end(name, runner, tmp_path):
 def test_a_recipe_has_a_plan(name, tmp_path):
     settings, _ = parse(arguments(name, tmp_path))
     page = plan.format_plan(settings)
-    assert f"rows of {settings.extension.train_length or TINY[name][3]:,} tokens" in page
+    for stage in settings.stages or [settings]:
+        length = stage.extension.train_length or stage.extension.length or TINY[name][3]
+        assert f"rows of {length:,} tokens" in page
     assert "memory on each device" in page
 
 

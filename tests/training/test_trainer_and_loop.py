@@ -70,12 +70,19 @@ CASES = {
         "packing_window": 3,
         "data": str(ASSETS / "short.jsonl"),
     },
+    "woven": {
+        "train_length": 768,
+        "per_device_train_batch_size": 1,
+        "compression_ratio": [0.2, 0.9],
+        "aggregation_share": 1.0,
+    },
     "nope": {"method": "nope", "factor": None, "train_length": 256},
     "qwen3": {"model": ASSETS / "tiny-qwen3", "kernels": "reference"},
     "gemma3": {"model": ASSETS / "tiny-gemma3", "offload_activations": True},
     "control": {"method": "none", "factor": None, "loss": "full"},
     "skip": {"train_length": 128, "positions": "skip"},
     "leaky": {"method": "none", "positions": "leaky"},
+    "distilled": {"short_share": 0.5, "distillation_weight": 1.0},
     "map": {"method": "self-extend", "factor": None, "train_length": 384},
     "z-loss": {"z_loss": 0.01, "loss": "torch"},
 }
@@ -148,13 +155,20 @@ def test_the_saved_model_has_the_logits_of_the_patched_one(runs):
 def test_the_card_states_method_lengths_and_tokens(runs):
     name, folders = runs
     card = (folders["finetune"] / "model" / "README.md").read_text()
-    tokens = 3 * 4 * int(CASES[name].get("train_length", 256))
+    rows = 2 * int(CASES[name].get("per_device_train_batch_size", 2))
+    tokens = 3 * rows * int(CASES[name].get("train_length", 256))
     assert f"{tokens:,} tokens: 3 steps" in card
     assert "| trained length before | 256 tokens |" in card
     if name not in ("control", "nope", "map"):
         assert "512 tokens" in card
     packed = re.search(r"\| rows \| ([\d.]+)% of (\d+) documents cut, ([\d.]+)% padding \|", card)
     cut, documents, padding = map(float, packed.groups())
+    if name == "woven":
+        assert (
+            "| filter | compression ratio 0.2 to 0.9: 0 documents left out below, 0 above" in card
+        )
+        questions = re.search(r"\| aggregation tasks \| (\d+) questions \(common_words, ", card)
+        assert 3 <= int(questions[1]) <= 6
     if name == "best_fit":
         assert documents > 10
         assert (cut, 0 < padding < 20) == (0, True)

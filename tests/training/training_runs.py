@@ -44,11 +44,21 @@ VARIANTS = {
         "shuffle_window": 8,
         "short_share": 0.5,
     },
+    "distilled": {"lora_rank": 4, "short_share": 0.5, "distillation_weight": 1.0},
     "best_fit": {
         "method": "mixed-yarn",
         "packing": "best_fit",
         "packing_window": 5,  # of the 24 rows: the checkpoints are within windows
         "short_share": 0.25,
+    },
+    "woven": {
+        "data": "novels:emma",
+        "train_length": 768,
+        "packing": "best_fit",
+        "packing_window": 5,
+        "compression_ratio": [0.2, 0.9],
+        "aggregation_share": 1.0,
+        "per_device_train_batch_size": 1,
     },
 }
 

@@ -1,7 +1,8 @@
 """How long a run takes on a GPU such as an H200, by assumptions that are stated.
 
 They are generous: runs estimated at 77 to 172 s took 22 to 60 s on an H200 where all kernels had
-been compiled before. A run records what it took, as `seconds` of its parts and `setup_seconds` of its rows.
+been compiled before. A run records what it took, as `seconds` of its parts and `setup_seconds` of
+its rows.
 """
 
 from __future__ import annotations

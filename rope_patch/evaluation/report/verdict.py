@@ -23,7 +23,7 @@ def likelihood_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str
     comparison = stats.comparisons_with_plain(length).get(best) if best else None
     if best is None or comparison is None:
         return
-    yield _verdict(stats, best, length, *comparison)
+    yield comparison_sentence(stats, best, length, *comparison)
     if others := _rivals(stats, ranking):
         yield others
     if floor := _floor(stats, best, length):
@@ -55,9 +55,32 @@ def _interval_text(test: MeanTest) -> str:
     return f"95% interval {nats_range(mean)}, {rests_on}"
 
 
-def _verdict(
+def is_shown_to_help(stats: RunStatistics, label: str, length: int) -> bool:
+    """Return whether a method is shown to make the right answers likelier than no patch.
+
+    By the paired test against the plain model, corrected over all methods of the run, and, where
+    the run has controls, by the test that the model reads the answers at all.
+    """
+    comparison = stats.comparisons_with_plain(length).get(label)
+    if comparison is None:
+        return False
+    difference, p_value = comparison
+    is_better = difference.mean.estimate < 0 and p_value < SIGNIFICANCE_LEVEL
+    return is_better and (stats.floor is None or stats.reads_answers(label, length))
+
+
+def comparison_sentence(
     stats: RunStatistics, best: str, length: int, difference: MeanTest, p_value: float
 ) -> str:
+    """Return what the likelihoods of right answers say of one method, with its numbers.
+
+    Args:
+        stats: One run's statistics.
+        best: The method's label.
+        length: Tokens.
+        difference: The method's loss less the plain model's.
+        p_value: Of the difference, corrected.
+    """
     mine, plain = (stats.answer_loss(label, length) for label in (best, stats.plain or ""))
     assert mine is not None
     assert plain is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rope_patch.training.data.aggregation import TASKS, check_aggregation
 from rope_patch.training.data.compression import check_compression_ratio
 from rope_patch.training.data.row_positions import WITHOUT_MASKS, check_positions
 from rope_patch.utils.errors import did_you_mean
@@ -64,6 +65,17 @@ class DataArguments:
             "bounds, such as 0.3 0.6: repetition is below, noise above."
         },
     )
+    aggregation_share: float = field(
+        default=0.0,
+        metadata={"help": "Share of long documents that get questions about them, with answers."},
+    )
+    aggregation_tasks: list[str] = field(
+        default_factory=lambda: list(TASKS),
+        metadata={
+            "help": "Of what kinds. common_words: which are most common; extraction: the sentences "
+            "that have a word; records: counts and neighbours of several words."
+        },
+    )
     text_column: str = field(
         default="text",
         metadata={"help": "Where records have their text, unless they have input_ids."},
@@ -121,9 +133,15 @@ def check_data_arguments(arguments: DataArguments, row_length: int) -> None:
     if a.packing not in PACKINGS:
         hint = did_you_mean(a.packing, PACKINGS, 0.5)
         raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {a.packing!r}{hint}")
+    if a.aggregation_share and a.joins_documents:
+        raise ValueError(
+            "aggregation_share asks about the text above a question, which would be that of other "
+            f"documents, too: expected packing single, masked or best_fit, got {a.packing}"
+        )
     if not 0 <= a.short_share < 1:
         raise ValueError(f"short_share must be at least 0 and below 1, got {a.short_share}")
     check_positions(a)
+    check_aggregation(a.aggregation_share, a.aggregation_tasks)
     check_compression_ratio(a.compression_ratio)
     if a.data_weights is not None and len(a.data_weights) != len(a.data):
         raise ValueError(
@@ -155,6 +173,8 @@ def ineffective_keys(arguments: DataArguments) -> set[str]:
         keys.add("packing_window")
     if arguments.compression_ratio is None:
         keys.add("compression_ratio")
+    if not arguments.aggregation_share:
+        keys |= {"aggregation_share", "aggregation_tasks"}
     return keys
 
 

@@ -29,9 +29,8 @@ def document_text(document: TokenizedDocument, tokenizer: Any) -> str:
         return document.text
     if not hasattr(tokenizer, "decode"):
         raise ValueError(
-            f"{document.location}: compression_ratio and aggregation_share need a document's text, "
-            "and this record has input_ids that the tokenizer cannot decode: give the text, or "
-            "leave those keys out"
+            f"{document.location}: compression_ratio needs a document's text, and this record has "
+            "input_ids that the tokenizer cannot decode: give the text, or leave the key out"
         )
     return tokenizer.decode(document.ids.tolist(), skip_special_tokens=True)
 

@@ -8,13 +8,22 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
+from rope_patch.training.data.aggregation import TaskWeaver
 from rope_patch.training.data.best_fit import Piece
 from rope_patch.training.data.compression import compression_ratio
 from rope_patch.training.data.documents import TokenizedDocument
 from rope_patch.training.data.readers import Cursor, DocumentRef, Reader
 
 _POSITION_KEYS = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")
-_COUNT_KEYS = ("documents", "tokens", "left_out", "left_out_tokens", "repetitive", "noisy")
+_COUNT_KEYS = (
+    "documents",
+    "tokens",
+    "left_out",
+    "left_out_tokens",
+    "repetitive",
+    "noisy",
+    "questions",
+)
 _logger = logging.getLogger("rope_patch")
 
 
@@ -27,6 +36,7 @@ class DocumentSource:
         self.name, self.min_tokens, self.quiet = name, 1, True
         self.too_short_hint = "other documents"
         self.ratio_bounds: list[float] | None = None
+        self.weaver: TaskWeaver | None = None
         self.read_text: Callable[[TokenizedDocument], str] | None = None
         self.state: dict[str, Any] = dict.fromkeys(_POSITION_KEYS + _COUNT_KEYS, 0)
         self.state["cursor"] = None  # of the record; checkpoints of version 0.1 have none
@@ -39,18 +49,21 @@ class DocumentSource:
         state = self.state
         while self._document is None or state["length"] - state["offset"] < (limit if whole else 1):
             self._document = next(self._documents)
-        cut = slice(state["offset"], state["offset"] + limit)
-        ids, begins = self._document.ids[cut], not state["offset"]
-        piece = Piece(
-            self._document.location,
-            ids,
-            self._document.labels[cut],
-            begins=begins,
-            is_cut=begins and len(ids) < state["length"],
-        )
-        state["offset"] += len(piece.ids)
-        state["tokens"] += len(piece.ids)
-        return piece
+        document, offset = self._document, state["offset"]
+        cut = slice(offset, offset + limit)
+        ids, labels = document.ids[cut], document.labels[cut]
+        used = len(ids)
+        if self.weaver is not None:
+            place = " ".join(str(state[key]) for key in ("epoch", "part", "record", "taken"))
+            woven = self.weaver.weave(document, offset, limit, place)
+            if woven is not None:
+                ids, labels, used = woven
+                state["questions"] += 1
+        state["offset"] += used
+        state["tokens"] += len(ids)
+        begins = not offset
+        is_cut = begins and used < state["length"]
+        return Piece(document.location, ids, labels, begins=begins, is_cut=is_cut)
 
     def counts(self) -> dict[str, int]:
         """Return the counts of documents and tokens so far, and the epochs completed."""

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import IterableDataset, get_worker_info
 
+from rope_patch.training.data.aggregation import TaskWeaver
 from rope_patch.training.data.arguments import (
     DataArguments,
     check_data_arguments,
@@ -52,9 +53,9 @@ class PackedRows(IterableDataset):
 
     Yields:
         A dict of `input_ids`, `labels` (transformers shifts them itself) and `position_ids`,
-        `[row_length]` int64 each, and `row`: its `index` among all processes' rows, the
-        `documents` in it, the `counts` of each source so far, and the `state` after it, for
-        `resume`.
+        `[row_length]` int64 each, and `row`: its `index` among all processes' rows, whether it is
+        `short`, the `documents` in it, the `counts` of each source so far, and the `state` after
+        it, for `resume`.
 
     Raises:
         ValueError: An argument is invalid or a source is missing; during iteration: a document is
@@ -79,6 +80,11 @@ class PackedRows(IterableDataset):
         if arguments.joins_documents and tokenizer.eos_token_id is None:
             raise ValueError(
                 f"packing {arguments.packing} needs an end token: set tokenizer.eos_token"
+            )
+        if arguments.aggregation_share and not hasattr(tokenizer, "decode"):
+            raise ValueError(
+                "aggregation_share asks about documents' texts, which this tokenizer cannot "
+                "decode: leave it out"
             )
         self._arguments, self._tokenizer, self._row_length = arguments, tokenizer, row_length
         self._short_length = arguments.short_length or min(trained_length, row_length)
@@ -157,6 +163,9 @@ class PackedRows(IterableDataset):
                 source.too_short_hint = "a lower min_document_length"
                 source.ratio_bounds = a.compression_ratio
                 source.read_text = self._text
+                if a.aggregation_share:
+                    tasks, share = a.aggregation_tasks, a.aggregation_share
+                    source.weaver = TaskWeaver(self._tokenizer, tasks, share, f"{seed} tasks")
                 if source.min_tokens == self._row_length and single:
                     source.too_short_hint = "a shorter train_length, packing: concatenate"
             if self._state is not None:
@@ -223,6 +232,7 @@ class PackedRows(IterableDataset):
         names = {"long": "", "short": "short: "}
         info = {
             "index": index,
+            "short": short,
             "documents": list(dict.fromkeys(piece.location for piece in pieces)),
             "counts": {names[k] + s.name: s.counts() for k in names for s in sources[k]},
             "state": state,

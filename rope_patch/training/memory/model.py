@@ -20,6 +20,7 @@ from rope_patch.training.memory.context import exchange_bytes, require_kind
 from rope_patch.training.memory.loss import loss_bytes
 from rope_patch.training.memory.model_shape import ModelShape, model_shape
 from rope_patch.training.memory.setup import TrainingSetup
+from rope_patch.training.memory.teacher import distillation_bytes, teacher_bytes
 
 RESERVE = 0.08  # of a device's memory: CUDA's context, NCCL's buffers, fragmentation
 LENGTH_STEP = 1024  # tokens; fitting lengths are multiples of it
@@ -38,7 +39,9 @@ class MemoryNeed:
         logits: The loss with its logits and gradients.
         workspace: Temporaries of one layer: its recomputation and backward pass, its cast or
             gathered weights, masks.
-        moment: The moment of the peak: loss, last layer, first layer, embeddings or optimizer.
+        moment: The moment of the peak: loss, distillation, last layer, first layer,
+            embeddings, optimizer or averaging.
+        teacher: Weights of the original model that short rows are distilled from.
     """
 
     parameters: int
@@ -48,6 +51,7 @@ class MemoryNeed:
     logits: int
     workspace: int
     moment: str = ""
+    teacher: int = 0
 
     @property
     def total(self) -> int:
@@ -55,8 +59,10 @@ class MemoryNeed:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes by part."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "moment"}
+        """Return the bytes by part; those of the original model only if it is there."""
+        names = (f.name for f in fields(self) if f.name != "moment")
+        sizes = {name: getattr(self, name) for name in names}
+        return {name: size for name, size in sizes.items() if size or name != "teacher"}
 
 
 def memory_need(config: Any, *, length: int, **setup_fields: Any) -> MemoryNeed:
@@ -176,13 +182,6 @@ class _StepMemory:
             + own_gradients
             - (0 if self.tied_gradient_waits else self.embedding_gradient)
         )
-        forward, backward = loss_bytes(
-            self.shape,
-            self.setup,
-            tokens=self.tokens,
-            trains_head=self.head_gradient > 0,
-            autocast=self.autocast,
-        )
         loss = activations + self.final_norm()
         mask = self.mask()
         layer_casts = matrices if checkpointed else 0
@@ -192,9 +191,22 @@ class _StepMemory:
             // self.weight_size
             * (self.compute_size if self.setup.shards > 1 else self.weight_size)
         )
+        losses = []
+        distillation = [("distillation", distillation_bytes)] if self.setup.distils else []
+        for moment, bytes_of in (("loss", loss_bytes), *distillation):
+            forward, backward = bytes_of(
+                self.shape,
+                self.setup,
+                tokens=self.tokens,
+                trains_head=self.head_gradient > 0,
+                autocast=self.autocast,
+            )
+            losses += [
+                self.moment_need(moment, 0, loss, forward, cached + mask),
+                self.moment_need(moment, 0, loss, backward, casts + mask),
+            ]
         return [
-            self.moment_need("loss", 0, loss, forward, cached + mask),
-            self.moment_need("loss", 0, loss, backward, casts + mask),
+            *losses,
             self.moment_need(
                 "last layer",
                 self.head_gradient + own_gradients,
@@ -213,6 +225,7 @@ class _StepMemory:
                 "embeddings", self.trained, gradient * self.residual_size, 0, waiting_gradient
             ),
             self.moment_need("optimizer", self.trained, 0, 0, self.optimizer_work()),
+            *self.averaging(),
         ]
 
     def moment_need(
@@ -250,7 +263,28 @@ class _StepMemory:
             logits=logits,
             workspace=work,
             moment=moment,
+            teacher=on_device * teacher_bytes(self.shape, setup),
         )
+
+    def averaging(self) -> list[MemoryNeed]:
+        """Return the need at the mean of checkpoints, if there is one: a tensor's, twice.
+
+        Of sharded weights, the mean is computed in the CPU's memory.
+        """
+        if not self.setup.averages or self.setup.shards > 1:
+            return []
+        largest = max(self.shape.embedding_weights, self.shape.hidden * self.shape.mlp)
+        return [
+            MemoryNeed(
+                parameters=self.weights,
+                gradients=0,
+                optimizer=self.optimizer_states(),
+                activations=0,
+                logits=0,
+                workspace=2 * 4 * largest,
+                moment="averaging",
+            )
+        ]
 
     def host_bytes(self) -> int:
         """Return the bytes in CPU memory: offloaded activations, weights and optimizer states."""
@@ -262,7 +296,8 @@ class _StepMemory:
             )
         if setup.offload_weights or setup.offload_optimizer:
             size += (self.trained + self.optimizer_states()) // setup.shards
-        return size + setup.offload_weights * self.weights // setup.shards
+        weights = self.weights // setup.shards + teacher_bytes(self.shape, setup)
+        return size + setup.offload_weights * weights
 
     def fsdp_gathered(self, moment: str) -> int:
         """Return the bytes that FSDP2 holds unsharded: weights, gradients, copies in flight."""
@@ -274,7 +309,7 @@ class _StepMemory:
         # Head and embeddings stay gathered during a step.
         gathered_bytes += s.embedding_weights * (1 if s.tied else 2) * c
         head, layer = self.head_gradient // self.weight_size * c, s.matrix_weights_per_layer * c
-        if moment == "loss":
+        if moment in ("loss", "distillation"):
             return gathered_bytes + 2 * layer  # the current layer and the prefetched one
         if moment == "embeddings":
             root = self.embedding_gradient // self.weight_size * c + (

@@ -60,7 +60,7 @@ __all__ = [
     "memory_need",
     "require_device",
 ]
-__all__ += ["lengths_table", "main", "million_table", "require_memory"]
+__all__ += ["lengths", "lengths_table", "main", "million_table", "require_memory"]
 __all__ += ["row_length", "target_length", "to_dict"]
 
 
@@ -281,6 +281,19 @@ def _trained_length(settings: Any, config: Any) -> int:
     return next(iter(geometries.values())).trained_length
 
 
+def lengths(settings: Any) -> tuple[int, int, int]:
+    """Return a recipe's trained length, target length and row length in tokens.
+
+    The target length of a method that follows every length is the trained one.
+
+    Raises:
+        ValueError: The recipe does not fit the model.
+    """
+    config = _read_config(settings)
+    trained = _trained_length(settings, config)
+    return trained, target_length(settings, config) or trained, row_length(settings, config)
+
+
 def _training_setup(
     settings: Any,
     config: Any,
@@ -306,7 +319,11 @@ def _training_setup(
     passes = variables.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather") == "alltoall"
     dtype = getattr(torch, extension.dtype)
     compute = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else dtype
+    distils = settings.objective.distillation_weight > 0
+    shares_weights = extension.lora_rank > 0 and not is_sharded
     return TrainingSetup(
+        distils=distils,
+        teacher_dtype=compute if distils and not shares_weights else None,
         rows=training.per_device_train_batch_size,
         dtype=dtype,
         compute_dtype=compute,
@@ -325,6 +342,7 @@ def _training_setup(
         offload_weights=offloads["PARAM"],
         offload_optimizer=offloads["OPTIMIZER"],
         replicated=world > 1 and not is_sharded,
+        averages=extension.average_checkpoints > 0,
         accumulates=training.gradient_accumulation_steps > 1,
         optimizer=getattr(training.optim, "value", training.optim),
     )

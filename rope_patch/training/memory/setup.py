@@ -21,6 +21,9 @@ class TrainingSetup:
         lora_targets: Linear layers with LoRA.
         lora_trains: Modules trained in full beside LoRA: embeddings, norms.
         loss: full, torch or liger.
+        distils: Whether short rows are distilled from the original model.
+        teacher_dtype: Type of the original model's own weights; None if it shares the trained
+            model's frozen ones.
         loss_terms: Whether the loss has terms beside the cross-entropy, such as z-loss.
         checkpointing: Whether only layer inputs are saved (activation checkpointing).
         offload_activations: Whether saved activations move to CPU memory.
@@ -34,6 +37,7 @@ class TrainingSetup:
         offload_optimizer: Whether gradients and optimizer states are in CPU memory (DeepSpeed's
             offload_optimizer).
         replicated: Whether each device has all weights and averages gradients (DDP).
+        averages: Whether the finished model is the mean of several checkpoints.
         accumulates: Whether gradients of several batches are summed.
         optimizer: transformers' name of the optimizer.
     """
@@ -46,6 +50,8 @@ class TrainingSetup:
     lora_trains: tuple[str, ...] = ("embeddings", "norms")
     loss: str = "torch"
     loss_terms: bool = False
+    distils: bool = False
+    teacher_dtype: torch.dtype | None = None
     checkpointing: bool = True
     offload_activations: bool = False
     attention: str = "sdpa"
@@ -56,5 +62,6 @@ class TrainingSetup:
     offload_weights: bool = False
     offload_optimizer: bool = False
     replicated: bool = False
+    averages: bool = False
     accumulates: bool = False
     optimizer: str = "adamw_torch_fused"

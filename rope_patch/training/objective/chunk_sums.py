@@ -6,21 +6,24 @@ loss's own gradient in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from rope_patch.training.objective.logit_transform import LogitTransform, unchanged
 from rope_patch.training.objective.terms import Chunk, Term, cross_entropy
 
 MIN_CHUNK = 128  # tokens; smaller products with the head are slow
+# Function of a chunk: its sum over the tokens that have a target.
+ChunkTotal = Callable[[Chunk], torch.Tensor]
 COPIES = 5  # of a chunk's logits in float32: logits, softmax, a product, and two gradients
 
 
-def chunk_length(tokens: int, hidden: int, vocab: int) -> int:
+def chunk_length(tokens: int, hidden: int, vocab: int, copies: int = COPIES) -> int:
     """Return the tokens of a chunk whose temporaries are about as large as the hidden states."""
-    ideal = max(1, tokens * hidden // (vocab * COPIES))
+    ideal = max(1, tokens * hidden // (vocab * copies))
     return min(tokens, max(MIN_CHUNK, 1 << (ideal.bit_length() - 1)))
 
 
@@ -30,6 +33,10 @@ def chunk_sums(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     terms: Sequence[Term],
+    *,
+    main: ChunkTotal = cross_entropy,
+    transform: LogitTransform = unchanged,
+    copies: int = COPIES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of the cross-entropies and of all terms, and the terms' own sums.
 
@@ -39,11 +46,15 @@ def chunk_sums(
         bias: The head's bias, `[V]`.
         targets: `[N]`.
         terms: The terms beside the cross-entropy.
+        main: What is summed in place of the cross-entropy: a function of a chunk.
+        transform: What the model does with its head's output before that is its logits.
+        copies: Temporaries of a chunk as large as its logits in float32.
 
     Returns:
         A scalar with a gradient to the first three, and the sums `[terms]` without.
     """
-    return _ChunkSums.apply(rows, weight, bias, targets, terms)
+    functions = (main, *(term.total for term in terms))
+    return _ChunkSums.apply(rows, weight, bias, targets, functions, transform, copies)
 
 
 class _ChunkSums(torch.autograd.Function):
@@ -51,7 +62,14 @@ class _ChunkSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Any, weight: Any, bias: Any, targets: Any, terms: Sequence[Term]
+        ctx: Any,
+        rows: Any,
+        weight: Any,
+        bias: Any,
+        targets: Any,
+        functions: Sequence[ChunkTotal],
+        transform: LogitTransform,
+        copies: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the chunks, and compute the gradients."""
         tokens, width = rows.shape
@@ -62,16 +80,16 @@ class _ChunkSums(torch.autograd.Function):
         # Chunks add up in float32: in 16 bits small ones would be lost.
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
-        sums = torch.zeros(1 + len(terms), dtype=wide, device=rows.device)
-        length = chunk_length(tokens, width, vocab)
+        sums = torch.zeros(len(functions), dtype=wide, device=rows.device)
+        length = chunk_length(tokens, width, vocab, copies)
         for start in range(0, tokens, length):
             part = slice(start, min(start + length, tokens))
             hidden = rows[part]
             logits = hidden if weight is None else torch.nn.functional.linear(hidden, weight, bias)
             logits = logits.detach().to(wide).requires_grad_()
             with torch.enable_grad():
-                chunk = Chunk(logits, targets[part], part)
-                parts = torch.stack([cross_entropy(chunk), *(term.total(chunk) for term in terms)])
+                chunk = Chunk(transform(logits), targets[part], part)
+                parts = torch.stack([function(chunk) for function in functions])
                 (gradient,) = torch.autograd.grad(parts.sum(), logits)
             sums += parts.detach()
             del chunk, logits, parts
@@ -105,4 +123,4 @@ class _ChunkSums(torch.autograd.Function):
         scaled = [
             None if entry is None else entry[0].mul_(gradient).to(entry[1]) for entry in gradients
         ]
-        return *scaled, None, None
+        return *scaled, None, None, None, None

@@ -21,7 +21,14 @@ from torch.nn import functional
 
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.training.objective.chunk_sums import chunk_sums
+from rope_patch.training.objective.logit_transform import (
+    LogitTransform,
+    find_transform,
+    probe_loss,
+    unchanged,
+)
 from rope_patch.training.objective.terms import IGNORED, Objective
+from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
 
@@ -48,29 +55,47 @@ def install_loss(
     """
     swaps = UndoLog()
     objective = Objective() if objective is None else objective
+    distillation = objective.distillation
     causal = _unwrap_peft(model)
     head = causal.get_output_embeddings()
-    if loss == "full":
+    if loss == "full" and distillation is None:
         _add_terms(swaps, causal, head, objective)
         return loss, swaps
+    inputs: list[torch.Tensor] = []
+    swaps.set(head, "forward", _pass_hidden_states(head, inputs))
+    transform = find_transform(causal, head)
     name = "torch" if loss == "auto" else loss
-    problem = _unavailable_reason(name, objective)
-    if problem is None:
-        swaps.set(head, "forward", _pass_hidden_states(head))
-        total = None if objective.terms else _LOSS_SUMS[name]
-        swaps.set(causal, "_loss_function", _chunked_loss_function(head, total, objective))
-        if _head_input_reaches_loss(causal, head):
-            return name, swaps
-        swaps.undo()
+    problem = None if name == "full" else _unavailable_reason(name, objective)
+    if problem is None and name != "full" and transform is not unchanged:
         problem = (
             f"{type(causal).__name__} does more with its logits behind its head than to compute "
             "transformers' loss, such as capping them, which chunks of tokens do not go through"
         )
-    if loss == "auto":
+    if problem is not None:
+        if loss != "auto":
+            swaps.undo()
+            raise ValueError(f"loss: {loss} cannot be had: {problem}; expected loss: full")
         logger.info("all logits are computed at once: %s", problem)
-        _add_terms(swaps, causal, head, objective)
-        return "full", swaps
-    raise ValueError(f"loss: {loss} cannot be had: {problem}; expected loss: full")
+        name = "full"
+        if distillation is None:
+            swaps.undo()
+            _add_terms(swaps, causal, head, objective)
+            return name, swaps
+    if transform is None:
+        swaps.undo()
+        raise Refused(
+            f"distillation_weight: {type(causal).__name__} does more with its logits behind its "
+            "head than to cap or to scale them, which chunks of tokens do not go through: leave "
+            "distillation_weight out"
+        )
+    if distillation is not None:
+        distillation.transform = transform
+    total = _full_loss_sum(transform) if name == "full" else _LOSS_SUMS[name]
+    loss_function = _chunked_loss_function(
+        head, None if objective.terms else total, objective, inputs, transform
+    )
+    swaps.set(causal, "_loss_function", loss_function)
+    return name, swaps
 
 
 def _add_terms(swaps: UndoLog, causal: Any, head: nn.Module, objective: Objective) -> None:
@@ -81,7 +106,7 @@ def _add_terms(swaps: UndoLog, causal: Any, head: nn.Module, objective: Objectiv
     """
     if not objective.terms:
         return
-    swaps.set(causal, "_loss_function", _chunked_loss_function(head, None, objective, whole=True))
+    swaps.set(causal, "_loss_function", _chunked_loss_function(head, None, objective))
     if not _logits_reach_loss(causal):
         swaps.undo()
         names = ", ".join(term.name for term in objective.terms)
@@ -89,6 +114,15 @@ def _add_terms(swaps: UndoLog, causal: Any, head: nn.Module, objective: Objectiv
             f"{names} cannot be added: {type(causal).__name__} computes a loss of its own instead "
             f"of transformers'; leave {names} out"
         )
+
+
+def _full_loss_sum(transform: LogitTransform) -> _LossSum:
+    def loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
+        logits = functional.linear(hidden, weight, bias)
+        logits = transform(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+        return functional.cross_entropy(logits, targets, reduction="sum")
+
+    return loss_sum
 
 
 def _torch_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
@@ -137,13 +171,27 @@ def _unwrap_peft(model: nn.Module) -> Any:
     return model if base is None else base()
 
 
-def _pass_hidden_states(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def _pass_hidden_states(
+    head: nn.Module, inputs: list[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a forward that passes its input on in training, and leaves it in a list."""
     plain = head.forward
-    return lambda hidden: hidden if head.training else plain(hidden)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if not head.training:
+            return plain(hidden)
+        inputs[:] = [hidden]
+        return hidden
+
+    return forward
 
 
 def _chunked_loss_function(
-    head: nn.Module, total_loss: _LossSum | None, objective: Objective, whole: bool = False
+    head: nn.Module,
+    total_loss: _LossSum | None,
+    objective: Objective,
+    inputs: list[torch.Tensor] | None = None,
+    transform: LogitTransform = unchanged,
 ) -> Callable[..., torch.Tensor]:
     """Return a loss function in the form of transformers'.
 
@@ -151,8 +199,18 @@ def _chunked_loss_function(
         head: The model's head.
         total_loss: The sum of cross-entropies in training; None for chunks with the terms.
         objective: The terms.
-        whole: Whether the function gets logits in training, rather than the head's input.
+        inputs: Where the head leaves its input in training; None if it computes logits.
+        transform: What the model does with its head's output.
     """
+    whole = inputs is None
+
+    def language_sums(
+        rows: torch.Tensor, weight: Any, targets: torch.Tensor, bias: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses and terms of some tokens, and the terms' own."""
+        if total_loss is not None:
+            return total_loss(rows, weight, targets, bias), rows.new_zeros(0)
+        return chunk_sums(rows, weight, bias, targets, objective.terms, transform=transform)
 
     def loss_function(
         logits: torch.Tensor,
@@ -163,6 +221,8 @@ def _chunked_loss_function(
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
+        if head.training and inputs is not None:
+            logits = inputs.pop()  # the model may have capped or scaled what it took for logits
         if shift_labels is None:
             assert labels is not None
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -187,56 +247,27 @@ def _chunked_loss_function(
             dtype = torch.get_autocast_dtype(device_type)
             rows, weight = rows.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
+        targets = targets.masked_fill(targets == ignore_index, IGNORED)
         with torch.autocast(device_type, enabled=False):
-            if total_loss is not None:
-                return total_loss(rows, weight, targets, bias) / count
-            targets = targets.masked_fill(targets == ignore_index, IGNORED)
-            summed, shares = chunk_sums(rows, weight, bias, targets, objective.terms)
+            if objective.distillation is None:
+                summed, shares = language_sums(rows, weight, targets, bias)
+            else:
+                summed, shares = objective.distillation.sums(
+                    language_sums,
+                    rows.unflatten(0, shift_labels.shape),
+                    weight,
+                    targets.view(shift_labels.shape),
+                    bias,
+                    objective.terms,
+                )
         objective.record(shares / count)
         return summed / count
 
     return loss_function
 
 
-def _head_input_reaches_loss(causal: Any, head: nn.Module) -> bool:
-    """Return whether the head's input reaches the loss function unchanged."""
-    tensors: list[torch.Tensor] = []
-    hook = head.register_forward_hook(lambda _, __, output: tensors.append(output))
-    try:
-        _probe_loss(causal, head, tensors.append)
-    finally:
-        hook.remove()
-    return len(tensors) == 2 and torch.equal(*tensors)
-
-
 def _logits_reach_loss(causal: Any) -> bool:
     """Return whether the model calls its loss function, once, with logits."""
     tensors: list[torch.Tensor] = []
-    _probe_loss(causal, None, tensors.append)
+    probe_loss(causal, None, tensors.append)
     return len(tensors) == 1
-
-
-@torch.no_grad()
-def _probe_loss(
-    causal: Any, head: nn.Module | None, observe: Callable[[torch.Tensor], None]
-) -> None:
-    """Call a model on eight tokens, with a loss function that only observes its logits.
-
-    Args:
-        causal: The causal language model.
-        head: The module to put into training mode, if any.
-        observe: Called with what the loss function gets.
-    """
-    ids = torch.ones(1, 8, dtype=torch.long, device=causal.get_input_embeddings().weight.device)
-    modes = [(module, module.training) for module in causal.modules()]
-    swaps = UndoLog()
-    swaps.set(causal, "_loss_function", lambda logits, *_, **__: observe(logits))
-    try:
-        causal.eval()
-        if head is not None:
-            head.train()
-        causal(input_ids=ids, labels=ids, use_cache=False)
-    finally:
-        swaps.undo()
-        for module, training in modes:
-            module.training = training

@@ -6,9 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from rope_patch.training.objective.distillation import Distillation
 
 IGNORED = -100  # a target without a loss
 
@@ -73,13 +76,17 @@ class Objective:
 
     Args:
         terms: The terms.
+        distillation: What takes the cross-entropy's place in distilled rows, or None.
 
     Attributes:
         terms: The terms.
+        distillation: The distillation.
     """
 
-    def __init__(self, terms: Iterable[Term] = ()) -> None:
-        self.terms = list(terms)
+    def __init__(
+        self, terms: Iterable[Term] = (), distillation: Distillation | None = None
+    ) -> None:
+        self.terms, self.distillation = list(terms), distillation
         self._values: list[torch.Tensor] = []  # per forward pass, [terms]
 
     def record(self, values: torch.Tensor) -> None:
@@ -94,9 +101,11 @@ class Objective:
             reduction: "sum" if losses are divided by the targets of all processes, "mean" if by
                 those of each.
         """
+        distilled = {} if self.distillation is None else self.distillation.step_metrics()
         if not self.terms:
-            return {}
+            return distilled
         total = torch.stack(self._values).sum(0)
         self._values = []
         values = accelerator.reduce(total, reduction=reduction).tolist()
-        return {term.name: value for term, value in zip(self.terms, values, strict=True)}
+        shares = {term.name: value for term, value in zip(self.terms, values, strict=True)}
+        return shares | distilled

@@ -46,6 +46,7 @@ def test_single_rows_are_slices_of_one_document(tokenizer, tmp_path):
     assert counts == {
         "documents": 3, "tokens": used + LENGTH, "left_out": 1, "epochs": 1,
         "left_out_tokens": total - used + rest, "repetitive": 0, "noisy": 0,
+        "questions": 0,
     }  # fmt: skip
     assert rows[0]["row"]["documents"] == [f"{tmp_path}/0.txt"]
 

@@ -1,7 +1,7 @@
 """Test memory plans against measured peaks, and the refusal of recipes that do not fit."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import check_memory_plan
@@ -21,12 +21,20 @@ from rope_patch.training.memory.plan import (
     memory_need,
     require_memory,
 )
+from rope_patch.training.objective.arguments import ObjectiveArguments
 from rope_patch.training.settings import ExtensionArguments, Settings, TrainArguments
 from rope_patch.utils.errors import Refused
 
 LLAMA_8B = planning.SHAPES / "llama-3.1-8b"
 LLAMA_1B = planning.SHAPES / "llama-3.2-1b"
-QUICK = ("two rows, tied", "LoRA, all kept", "autocast", "masked", "z-loss, all logits")
+QUICK = (
+    "distilled, autocast",
+    "two rows, tied",
+    "LoRA, all kept",
+    "autocast",
+    "masked",
+    "z-loss, all logits",
+)
 BF16 = {"compute_dtype": torch.bfloat16}
 
 
@@ -128,6 +136,11 @@ def test_no_row_fits_if_the_weights_do_not():
     ("less", "more"),
     [
         ({}, {"checkpointing": False}),
+        ({"distils": True}, {"distils": True, "teacher_dtype": torch.bfloat16}),
+        (
+            {"distils": True, "teacher_dtype": torch.bfloat16, "shards": 8},
+            {"distils": True, "teacher_dtype": torch.bfloat16},
+        ),
         ({}, {"loss": "full"}),
         ({"loss_terms": True}, {"loss": "full", "loss_terms": True}),
         ({}, {"rows": 2}),
@@ -232,6 +245,45 @@ def test_a_plan_follows_the_recipe(settings):
         "checkpointing": True,
     }
     assert {name: setup[name] for name in expected} == expected
+
+
+def test_averages_count_beside_weights_and_optimizer(settings):
+    """Only where a step takes less than its own: a large table that is not trained."""
+    config = read_config(LLAMA_8B)
+    setup = {"length": 1024, "dtype": torch.bfloat16, "lora_rank": 8, "lora_trains": ()}
+    setup["offload_activations"] = True
+    plain, averaged = memory_need(config, **setup), memory_need(config, **setup, averages=True)
+    table = 128_256 * 4096
+    assert averaged.moment == "averaging"
+    assert averaged.total == averaged.parameters + averaged.optimizer + 2 * 4 * table
+    assert averaged.total > plain.total
+    sharded = setup | {"shards": 8}
+    assert memory_need(config, **sharded, averages=True) == memory_need(config, **sharded)
+    recipe = settings(average_checkpoints=3)
+    assert planning._training_setup(recipe, planning._read_config(recipe), environment={}).averages
+
+
+@pytest.mark.parametrize(
+    ("lora_rank", "environment", "dtype"),
+    [
+        (0, {}, torch.bfloat16),
+        (4, {}, None),  # shares the frozen weights
+        (4, {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "8"}, torch.bfloat16),
+    ],
+)
+def test_the_original_model_is_planned_where_it_is_kept(settings, lora_rank, environment, dtype):
+    recipe = settings(data={"short_share": 0.5}, lora_rank=lora_rank, train_length=4096)
+    need = planning.from_settings(recipe, environment=environment)
+    assert "teacher" not in need.parts()
+    recipe = replace(recipe, objective=ObjectiveArguments(distillation_weight=1.0))
+    setup = planning._training_setup(recipe, planning._read_config(recipe), environment=environment)
+    assert setup.distils
+    assert setup.teacher_dtype == dtype
+    need = planning.from_settings(recipe, environment=environment)
+    weights = 2 * 8_030_261_248 // setup.shards if dtype else 0
+    assert need.teacher == weights
+    if not environment:
+        assert ("  teacher" in planning.format_plan(recipe)) == bool(dtype)
 
 
 def test_soft_caps_need_the_full_loss():

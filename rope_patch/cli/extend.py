@@ -1,0 +1,127 @@
+"""The command `extend`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rope_patch.cli.options import (
+    DeviceMap,
+    Dtype,
+    Json,
+    Model,
+    Seed,
+    Start,
+    TrainedLength,
+    parse_options,
+)
+from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
+from rope_patch.cli.verbosity import silence_patch_log
+
+NOTHING_SHOWN = 3  # the exit code where no method is shown to help
+
+
+def extend(
+    model: Model,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="4x|TOKENS", help="The target: a factor, or tokens such as 32768 or 32k."
+        ),
+    ],
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Wall time of all steps together, such as 8h, 90m or 1h30m. What does not fit is "
+            "left out, and the card says so."
+        ),
+    ] = "8h",
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Fine-tune as well, if memory and the budget allow it: all weights, or LoRA where "
+            "they do not fit. A trained model is published only if it is shown to be better than "
+            "the rotation alone.",
+        ),
+    ] = False,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Documents to train on, as the key `data` of a recipe: a file, a folder, "
+            "hub:NAME; several. Left out: the novels of the package that are not measured on."
+        ),
+    ] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Another key of a recipe for --train (`finetune --keys`), such as "
+            "learning_rate=1e-5; several.",
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What questions and documents are made of: a novel's name or a file; several."
+        ),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option(help="Search as well, with what the recommendation leaves of its time.")
+    ] = True,
+    samples: Annotated[int, typer.Option(help="Samples of each kind, at most.")] = 96,
+    trained_length: TrainedLength = None,
+    start: Start = "auto",
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    out: Annotated[Path, typer.Option(help="A new folder, or the one to continue in.")] = Path(
+        "out/extend"
+    ),
+    seed: Seed = 42,
+    as_json: Json = False,
+) -> None:
+    """Take a checkpoint to a longer context, with the proof beside it.
+
+    Diagnoses the model, recommends a method, trains it if asked to, compares it with the plain
+    model on other questions than it was chosen by, and writes OUT/model: the model with its
+    tokenizer, a card with the evidence, lines for other engines, and the report. Where no method is
+    shown to help, nothing is written to publish, the evidence stays in OUT/work, and the exit code
+    is 3.
+
+    OUT/progress.html shows the steps. The same command continues a run that was stopped; other
+    arguments are refused in the same folder.
+
+    \b
+    Examples:
+      rope-patch extend demo --to 2x --budget 1h --out out/smollm2-16k
+      rope-patch extend ./my-model --to 32k --budget 8h --train --data ./long-documents
+    """
+    silence_patch_log()
+    with requires_extra("extending needs", "all"), handle_interrupt():
+        from rope_patch.extending import extend
+        from rope_patch.extending.result import PUBLISHED
+
+        result = extend(
+            model,
+            to,
+            out=out,
+            budget=budget,
+            train=train,
+            data=data or (),
+            recipe=parse_options(recipe),
+            texts=text or (),
+            search=search,
+            samples=samples,
+            trained_length=trained_length,
+            start=start,
+            dtype=dtype,
+            device_map=device_map,
+            seed=seed,
+            command=command_line(),
+        )
+    print(json.dumps(result.to_dict(), indent=1) if as_json else result)
+    if result.outcome != PUBLISHED:
+        raise typer.Exit(NOTHING_SHOWN)

@@ -1,0 +1,95 @@
+"""The card of a published model: method, lengths, evidence, and what was not measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rope_patch.evaluation.report.table import Table
+from rope_patch.pretrained import demo
+from rope_patch.pretrained.sidecar import read_sidecar
+from rope_patch.utils.provenance import versions
+
+
+def render_card(folder: Path, facts: dict[str, Any]) -> str:
+    """Return the card as Markdown, with the Hub's YAML header.
+
+    Args:
+        folder: The folder of the model, with its sidecar.
+        facts: `model`, `method` (its name in tables), `trained_length`, `length`, `sentences` of
+            the decision, `table` and `lines` of the evidence, `left_out`, `training` (what was
+            trained, or None), `samples` (questions at each length, and texts) and `command`.
+    """
+    model = facts["model"]
+    on_hub = model != "demo" and not Path(model).exists()
+    base = f"base_model: {model}\n" if on_hub else ""
+    name = demo.NAME if model == "demo" else Path(model).name
+    training, sidecar = facts["training"], read_sidecar(folder)
+    method = sidecar["method"] if sidecar else facts["method"]
+    questions, count = facts["samples"]
+    parts = [
+        f"---\nlibrary_name: transformers\n{base}tags: [rope_patch, long-context, {method}]\n---",
+        f"# {name}, {facts['trained_length']:,} → {facts['length']:,} tokens",
+        facts["sentences"][0] if facts["sentences"] else "",
+        "\n".join(
+            [
+                "| | |",
+                "|:--|:--|",
+                f"| method | {facts['method']} |",
+                f"| trained length before | {facts['trained_length']:,} tokens |",
+                f"| target length | {facts['length']:,} tokens |",
+                f"| weights | {_weights_text(training)} |",
+            ]
+        ),
+        "## Evidence",
+        f"{questions} questions about {count} texts at each length, the same for all methods; "
+        "others than those that the method was chosen by.",
+        markdown_table(facts["table"]) if facts["table"] is not None else "",
+        "\n".join(f"- {each}" for each in [*facts["sentences"], *facts["lines"]]),
+        "All numbers: [report/report.md](report/report.md). How the method was chosen: "
+        "[report/recommendation.md](report/recommendation.md).",
+        "## Not measured",
+        "\n".join(f"- {each}" for each in facts["left_out"]),
+        "## Use",
+        _loading_snippet(sidecar),
+        "Other engines: [exports/README.md](exports/README.md).",
+        f"Made by `{facts['command'] or 'rope_patch.extend'}` with rope_patch "
+        f"{versions()['rope_patch']}, transformers {versions()['transformers']}, torch "
+        f"{versions()['torch']}.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def markdown_table(table: Table) -> str:
+    """Return a table of the report as Markdown."""
+    heads = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in table.columns]
+    lines = [
+        "| " + " | ".join(map(_escaped, [table.corner, *heads])) + " |",
+        "|:--" + "|--:" * len(heads) + "|",
+    ]
+    for row in table.rows:
+        cells = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row.cells]
+        lines.append("| " + " | ".join(map(_escaped, [row.name, *cells])) + " |")
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _weights_text(training: dict[str, Any] | None) -> str:
+    if training is None:
+        return "as they were: nothing was trained"
+    first, last = training["losses"]
+    return (
+        f"fine-tuned: {training['mode']}, {training['steps']:,} steps, {training['tokens']:,} "
+        f"tokens of {', '.join(training['data'])}, learning rate {training['learning_rate']:g}, "
+        f"loss {first:.4f} to {last:.4f}"
+    )
+
+
+def _loading_snippet(sidecar: dict[str, Any] | None) -> str:
+    if sidecar is None or sidecar["native"]:
+        code = 'transformers.AutoModelForCausalLM.from_pretrained("...")'
+        return f"```python\nmodel = {code}  # rope_patch is not needed\n```"
+    return '```python\nmodel = rope_patch.load("...")  # transformers has no form of this\n```'

@@ -1,0 +1,83 @@
+"""The function `extend`: what the command of this name does, from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rope_patch.extending.request import ExtendRequest, parse_duration
+from rope_patch.extending.result import Extended
+
+
+def extend(
+    model: str | os.PathLike[str],
+    to: str | int,
+    *,
+    out: str | os.PathLike[str],
+    budget: str | float = "8h",
+    train: bool = False,
+    data: Sequence[str] = (),
+    recipe: Mapping[str, Any] | None = None,
+    texts: Sequence[str] = (),
+    search: bool = True,
+    samples: int = 96,
+    trained_length: int | None = None,
+    start: str = "auto",
+    dtype: str = "auto",
+    device_map: str | None = None,
+    seed: int = 42,
+    command: str = "",
+) -> Extended:
+    """Extend a checkpoint, prove it, and write a folder to publish, as `rope-patch extend` does.
+
+    Args:
+        model: A folder, a name on the Hub, or `demo`.
+        to: The target: a factor such as `4x`, or tokens such as 32768 or `32k`.
+        out: The folder of everything that is written; the same call continues there.
+        budget: Wall time of all steps together, such as `8h` or `90m`, or seconds.
+        train: Whether to fine-tune, too, where memory and time allow it.
+        data: Documents to train on, as in a recipe; the package's novels that are not for
+            measuring, if empty.
+        recipe: Other keys of a recipe, for training.
+        texts: What questions and documents are made of; the package's novels if empty.
+        search: Whether the recommendation searches, too.
+        samples: Samples of each kind at most.
+        trained_length: Tokens of pretraining, if the config gives another number.
+        start: Where the config scales already: see `rope_patch.patch`.
+        dtype: The dtype to measure in; "auto" is float32 on a CPU.
+        device_map: As in transformers.
+        seed: Seed of samples, search and training.
+        command: The command line to record.
+
+    Returns:
+        What became of it; print it to read it.
+
+    Raises:
+        ValueError: A request that cannot be met, a budget too small to compare anything, or a
+            folder that holds something else.
+        OSError: A file could not be written, with how to go on.
+    """
+    # The steps import packages that a plain installation lacks, such as those for statistics.
+    from rope_patch.extending import pipeline
+
+    request = ExtendRequest(
+        model=os.fspath(model),
+        to=str(to),
+        out=Path(out),
+        budget=parse_duration(budget) if isinstance(budget, str) else float(budget),
+        train=train,
+        data=tuple(data),
+        recipe={key: str(value) for key, value in (recipe or {}).items()},
+        texts=tuple(texts),
+        search=search,
+        samples=samples,
+        trained_length=trained_length,
+        start=start,
+        dtype=dtype,
+        device_map=device_map,
+        seed=seed,
+        command=command,
+    )
+    return pipeline.run(request)

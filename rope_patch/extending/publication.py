@@ -1,0 +1,111 @@
+"""The folder to publish: the model, its card, exports to engines, and the evidence."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rope_patch.exporting import ENGINES, export
+from rope_patch.extending.candidates import Candidate
+from rope_patch.extending.card import render_card
+from rope_patch.extending.request import ExtendRequest
+from rope_patch.patching import patch
+from rope_patch.pretrained.loading import empty_model, read_config
+from rope_patch.pretrained.patched_checkpoint import patch_checkpoint
+from rope_patch.pretrained.sidecar import extension_from_sidecar, read_sidecar
+from rope_patch.utils import atomic_files
+from rope_patch.utils.errors import Refused
+
+MODEL = "model"
+EXPORTS, REPORT = "exports", "report"
+
+
+def publish(
+    request: ExtendRequest,
+    candidate: Candidate | Path,
+    length: int,
+    report: Path,
+    facts: dict[str, Any],
+) -> Path:
+    """Write the folder to publish, all of it or nothing.
+
+    Args:
+        request: The extension.
+        candidate: The method for the request's own weights, or the folder of a trained model.
+        length: The target in tokens.
+        report: The folder of the evidence.
+        facts: What the card says; see `render_card`.
+
+    Returns:
+        The folder.
+    """
+    target = request.out / MODEL
+    with (
+        atomic_files.explain_write_errors(
+            request.out, MODEL, "What was measured is kept: REMEDY, and give the same command"
+        ),
+        tempfile.TemporaryDirectory(prefix=f".{MODEL}-", dir=request.out) as temporary,
+    ):
+        staging = Path(temporary) / MODEL
+        if isinstance(candidate, Path):
+            shutil.copytree(candidate, staging)
+        else:
+            patch_checkpoint(
+                request.model,
+                staging,
+                candidate.method,
+                length=length,
+                trained_length=request.trained_length,
+                start=request.start,
+                **candidate.options,
+            )
+        write_exports(staging)
+        shutil.copytree(report, staging / REPORT, ignore=shutil.ignore_patterns("cache", ".lock"))
+        atomic_files.atomic_write(staging / "README.md", render_card(staging, facts))
+        shutil.rmtree(target, ignore_errors=True)  # of a run that was killed after the move
+        staging.rename(target)
+    return target
+
+
+def write_exports(folder: Path) -> None:
+    """Write what each engine is given for a model: a file an engine, and a page of all lines.
+
+    Args:
+        folder: The model's folder.
+    """
+    model = _rotating_model(folder)
+    lines = [
+        "# Engines",
+        "",
+        "What makes an engine rotate as this model does. These lines were written from what "
+        "engines read, and were not run.",
+    ]
+    for engine in ENGINES:
+        lines += ["", f"## {engine}", ""]
+        try:
+            result = export(model, engine)
+        except Refused as error:
+            lines.append(f"Not from this folder: {error}.")
+            continue
+        atomic_files.write_json(folder / EXPORTS / f"{engine}.json", result.to_dict())
+        lines += ["```", *str(result).splitlines()[1:], "```"]
+        if engine == "vllm":
+            lines += ["", f"`{shlex.join(['vllm', 'serve', '.', *result.arguments])}`"]
+    atomic_files.atomic_write(folder / EXPORTS / "README.md", "\n".join(lines) + "\n")
+
+
+def _rotating_model(folder: Path) -> Any:
+    """Return a folder's model without weights, rotated as its sidecar says."""
+    config, sidecar = read_config(str(folder)), read_sidecar(folder)
+    if sidecar is None or sidecar.get("native"):
+        return empty_model(str(folder), config)
+    text = config.get_text_config(decoder=True)
+    for name, value in sidecar["original"].items():
+        setattr(text, name, value)
+    model = empty_model(str(folder), config)
+    patch(model, replace(extension_from_sidecar(sidecar), kernels="hf"))
+    return model

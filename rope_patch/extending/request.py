@@ -1,0 +1,149 @@
+"""The request of `extend`: the target, the budget, and everything else that results depend on."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from rope_patch.pretrained import demo
+from rope_patch.utils.checksums import digest
+from rope_patch.utils.errors import Refused
+
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}  # seconds
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+_MIN_BUDGET = 1.0  # seconds
+_SMALL_FILE = 2**20  # bytes, up to which the identity reads a file
+_NOT_COMPARED = ("out", "command")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtendRequest:
+    """What to extend, how far, and within which time.
+
+    Attributes:
+        model: A folder, a name on the Hub, or `demo`.
+        to: The target: a factor such as `4x`, or tokens such as `32768` or `32k`.
+        out: The folder of everything that is written.
+        budget: Seconds of wall time for all steps together.
+        train: Whether to fine-tune, too, where memory and time allow it.
+        data: Documents to train on; the package's novels that are not for measuring, if empty.
+        recipe: Keys of a recipe, as text, for training.
+        texts: What questions and documents are made of; the package's novels if empty.
+        search: Whether the recommendation searches, too.
+        samples: Samples of each kind at most.
+        trained_length: Tokens of pretraining, if the config gives another number.
+        start: Where the config scales already: see `patch`.
+        dtype: As in `recommend`.
+        device_map: As in `recommend`.
+        seed: Seed of samples, search and training.
+        command: The command line, to record.
+    """
+
+    model: str
+    to: str
+    out: Path
+    budget: float
+    train: bool = False
+    data: tuple[str, ...] = ()
+    recipe: dict[str, str] = field(default_factory=dict)
+    texts: tuple[str, ...] = ()
+    search: bool = True
+    samples: int = 96
+    trained_length: int | None = None
+    start: str = "auto"
+    dtype: str = "auto"
+    device_map: str | None = None
+    seed: int = 42
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.train and (self.data or self.recipe):
+            option = "data" if self.data else "recipe"
+            raise Refused(f"{option} is for training: give train (--train) with it, or neither")
+        if self.samples < 6:
+            raise Refused(f"samples must be at least 6, got {self.samples}")
+
+    def identity(self) -> dict[str, Any]:
+        """Return everything that results depend on, as JSON data."""
+        values = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in _NOT_COMPARED
+        }
+        path = Path(demo.resolve_model_path(self.model))
+        values["model"] = self.model if not path.is_dir() else str(path.resolve())
+        values["checkpoint"] = _checkpoint_digest(path)
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+
+def parse_target(to: str | int | float, trained: int) -> int:
+    """Return a target in tokens.
+
+    Args:
+        to: A factor such as `4x`, or tokens such as `32768`, `32,768` or `32k` (times 1,024).
+        trained: The trained length in tokens.
+
+    Raises:
+        ValueError: It is neither, or not above the trained length.
+    """
+    text = str(to).strip().lower().replace(",", "").replace("_", "")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([x×]?|k)", text)
+    number = float(match[1]) if match else math.nan
+    if match is None or not math.isfinite(number):
+        raise Refused(
+            f"to must be a factor such as 4x or a number of tokens such as 32768, got {to!r}"
+        )
+    length = number * {"": 1, "k": 1024}.get(match[2], trained)
+    if length <= trained:
+        raise Refused(
+            f"to must be above the {trained:,} tokens that the model was trained on, got {to} "
+            f"({length:,.0f} tokens): expected for example 2x or {2 * trained}"
+        )
+    if length != round(length) and match[2] not in ("x", "×"):
+        raise Refused(f"to must be a whole number of tokens, got {to!r}")
+    return round(length)
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a duration such as `8h`, `90m`, `1h30m` or `45s`.
+
+    Raises:
+        ValueError: It is none, or less than a second.
+    """
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None or not any(match.groups()):
+        raise Refused(
+            f"budget must be a time with its unit, such as 8h, 90m or 1h30m, got {text!r}"
+        )
+    seconds = sum(
+        float(number) * unit
+        for number, unit in zip(match.groups(), _UNITS.values(), strict=True)
+        if number
+    )
+    if seconds < _MIN_BUDGET:
+        raise Refused(f"budget must be at least a second, got {text!r}")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """Return a time to read: 2 h 05 min, 3 min 20 s, 12 s."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _checkpoint_digest(path: Path) -> str | None:
+    """Return a digest of a folder's file names, sizes and small files; None for a name."""
+    if not path.is_dir():
+        return None
+    parts = []
+    for file in sorted(each for each in path.iterdir() if each.is_file()):
+        size = file.stat().st_size
+        content = digest(file.read_bytes(), 16) if size <= _SMALL_FILE else ""
+        parts.append(f"{file.name} {size} {content}")
+    return digest("\n".join(parts), 32)

@@ -1,0 +1,118 @@
+"""The work folder: the identity of an extension, and one sealed result file for each step."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from rope_patch.utils import atomic_files, checksums
+from rope_patch.utils.errors import Refused
+from rope_patch.utils.provenance import versions
+
+logger = logging.getLogger("rope_patch")
+
+FORMAT = "rope_patch.extend/1"
+WORK = "work"
+CLOCK = "clock.json"
+_IDENTITY = "request.json"
+_GROWING = "budget"  # may change until a step that measures has ended
+_MEASURING = ("recommend", "train", "compare", "publish")
+
+
+class WorkFolder:
+    """The folder of an extension, which the same command continues from.
+
+    Args:
+        out: The folder of everything that is written.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.path = out / WORK
+
+    def require_same_request(self, identity: dict[str, Any]) -> None:
+        """Write the identity of an extension, or raise unless the folder holds the same one.
+
+        Args:
+            identity: Everything that results depend on, as JSON data.
+
+        Raises:
+            ValueError: The folder holds something else, or an extension by other arguments. Until
+                a step that measures has ended, the budget may be another one.
+        """
+        path = self.path / _IDENTITY
+        new = json.loads(json.dumps(identity))
+        if not path.is_file():
+            entries = [each for each in self.out.glob("*") if each.name != WORK]
+            if entries or any(each.name != ".lock" for each in self.path.glob("*")):
+                raise Refused(
+                    f"{self.out} is not empty and holds no extension ({path} is missing): expected "
+                    "a new folder; give another --out"
+                )
+            body = {"format": FORMAT, "identity": new, "versions": versions()}
+            atomic_files.write_json(path, checksums.seal(body))
+            return
+        try:
+            stored = checksums.unseal(path.read_bytes(), format=FORMAT)
+        except ValueError as error:
+            raise Refused(
+                f"{path}: {error}; bring it back from a copy, or give another --out"
+            ) from error
+        old = stored["identity"]
+        differences = [
+            f"{name} was {old.get(name)!r}, got {new.get(name)!r}" for name in _differing(old, new)
+        ]
+        if differences and set(_differing(old, new)) <= {_GROWING} and not self._has_results():
+            # The budget was too small for anything, and what was measured is kept in any case.
+            body = {"format": FORMAT, "identity": new, "versions": stored["versions"]}
+            atomic_files.write_json(path, checksums.seal(body))
+            (self.path / CLOCK).unlink(missing_ok=True)
+        elif differences:
+            raise Refused(
+                f"cannot continue {self.out}, it holds an extension by other arguments: "
+                f"{'; '.join(differences)}. Give those again, or another --out; nothing was "
+                "changed there"
+            )
+        if stored["versions"] != versions():
+            logger.warning(
+                "%s began with other versions (%s): finished steps are not repeated",
+                self.out,
+                ", ".join(f"{name} {version}" for name, version in stored["versions"].items()),
+            )
+
+    def _has_results(self) -> bool:
+        """Return whether a step that measures has ended."""
+        return any((self.path / f"{step}.json").is_file() for step in _MEASURING)
+
+    def read(self, step: str) -> dict[str, Any] | None:
+        """Return a step's result, or None if it is missing or damaged."""
+        path = self.path / f"{step}.json"
+        try:
+            return checksums.unseal(path.read_bytes(), format=FORMAT, step=step)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("%s is made again: %s", path, error)
+            return None
+
+    def write(self, step: str, result: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Write a step's result at once, and return it as `read` does.
+
+        Args:
+            step: The step's name.
+            result: JSON data.
+            seconds: Wall time of the step, with that of runs that were killed.
+        """
+        body = checksums.json_safe(
+            {"format": FORMAT, "step": step, "seconds": seconds, "result": result}
+        )
+        atomic_files.write_json(self.path / f"{step}.json", checksums.seal(body))
+        stored = self.read(step)
+        assert stored is not None
+        return stored
+
+
+def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]

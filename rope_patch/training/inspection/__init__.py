@@ -1,0 +1,1 @@
+"""Inspection of a recipe's data without training: lengths, duplicates, the rows it will give."""

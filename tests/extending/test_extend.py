@@ -1,0 +1,275 @@
+"""Test `extend`: the published folder, resumption after kills, refusals, and no help."""
+
+import json
+import shutil
+from html import unescape
+from types import SimpleNamespace
+
+import pytest
+import torch
+from extensions import LENGTH, TINY, TRAINED, extend_tiny, extend_until_killed, files, step_result
+from helpers.commands import run_in_this_process
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_patch
+from rope_patch.extending import pipeline
+from rope_patch.pretrained.sidecar import read_sidecar
+
+
+def ids(length=300):
+    return (torch.arange(length) * 7 % 500 + 5)[None]
+
+
+def test_a_method_is_published_with_its_evidence(finished):
+    result, out = finished
+    assert result.outcome == "published"
+    assert (result.trained_length, result.length) == (TRAINED, LENGTH)
+    assert result.folder == out / "model"
+    assert result.sentence.startswith(f"Use {result.method} at 1,024 tokens. ")
+    assert "nats a token" in result.sentence
+    assert "95% interval" in result.sentence
+    assert "n = 12, 6 texts" in result.sentence
+    assert {"config.json", "rope_patch.json", "model.safetensors", "tokenizer.json"} <= set(
+        files(result.folder)
+    )
+    assert {"report/report.html", "report/report.json", "report/recommendation.md"} <= set(
+        files(result.folder)
+    )
+
+
+def test_the_published_folder_rotates_as_its_sidecar_says(finished):
+    result, _ = finished
+    sidecar = read_sidecar(result.folder)
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    rope_patch.patch(model, sidecar["method"], length=LENGTH, **(sidecar.get("options") or {}))
+    published = rope_patch.load(result.folder)
+    handle = rope_patch.current(published)
+    assert str(handle.method) == result.method
+    assert handle.length == LENGTH
+    with torch.no_grad():
+        assert torch.equal(published(ids(600)).logits, model(ids(600)).logits)
+    tokenizer = AutoTokenizer.from_pretrained(result.folder)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(TINY).get_vocab()
+
+
+def test_the_published_method_answers_at_the_target(finished):
+    result, out = finished
+    report = json.loads((out / "work" / "report" / "report.json").read_text())
+    questions = next(e for e in report["retrieval"] if e["task"] == "rp_recall_ll")
+    scores = {
+        label: [row["score"] for row in rows if row["length"] == LENGTH]
+        for label, rows in questions["samples"].items()
+    }
+    assert len(scores["none"]) == 12
+    assert sum(scores[result.method]) >= sum(scores["none"]) + 6
+    # The recommendation was made on questions of another seed.
+    assert report["run"]["seed"] == 43
+
+
+def test_the_card_names_method_lengths_evidence_and_gaps(finished):
+    result, _ = finished
+    card = (result.folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\ntags: [rope_patch")
+    assert "# tiny-llama, 256 → 1,024 tokens" in card
+    assert f"| method | {result.method} |" in card
+    assert "12 questions about 6 texts at each length" in card
+    assert "| plain model |" in card
+    assert "as they were: nothing was trained" in card
+    for line in result.left_out:
+        assert f"- {line}" in card
+    assert any("lengths between" in line for line in result.left_out)
+    assert "Made by `made by a test`" in card
+
+
+def test_exports_say_the_line_or_the_reason_for_each_engine(finished):
+    result, _ = finished
+    page = (result.folder / "exports" / "README.md").read_text()
+    for engine in rope_patch.exporting.ENGINES:
+        section = page.split(f"## {engine}\n")[1].split("\n## ")[0]
+        assert (result.folder / "exports" / f"{engine}.json").is_file() != (
+            "Not from this folder" in section
+        )
+
+
+def test_the_page_shows_all_steps_and_its_links_resolve(finished):
+    result, out = finished
+    page = (out / "progress.html").read_text()
+    for step in ("diagnose", "recommend", "compare", "publish"):
+        assert f"<strong>{step}</strong>" in page
+    assert page.count('class="state-done"') == 4
+    assert result.sentence in unescape(page)
+    assert "http-equiv" not in page  # it is finished, so it need not be read again
+    for link in ("work/report/report.html", "model/README.md"):
+        assert f'href="{link}"' in page
+        assert (out / link).is_file()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_after_each_step_gives_the_same(finished, tmp_path):
+    result, whole = finished
+    out = tmp_path / "out"
+    extend_until_killed(out, 1)  # after diagnose
+    assert 'class="state-done"' not in (out / "progress.html").read_text()
+    extend_until_killed(out, 1)  # after recommend
+    extend_until_killed(out, 1)  # after the plan of samples
+    extend_until_killed(out, 1)  # after compare
+    assert not (out / "model").exists()
+    extend_until_killed(out, 1)  # after publish
+    continued = extend_tiny(out)
+    assert continued.sentence == result.sentence
+    assert continued.left_out == result.left_out
+    for step in ("diagnose", "recommend", "sample-plan", "compare"):
+        assert step_result(out, step) == step_result(whole, step)
+    assert files(out / "model") == files(whole / "model")
+    for name in ("README.md", "config.json", "rope_patch.json", "model.safetensors"):
+        assert (out / "model" / name).read_bytes() == (whole / "model" / name).read_bytes()
+
+
+@pytest.mark.parametrize("missing", [("publish",), ("compare", "publish")])
+def test_steps_without_a_result_are_made_again_with_the_same_outcome(finished, tmp_path, missing):
+    """Copy a run as if it was killed before these steps wrote their results."""
+    result, whole = finished
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "model")
+    for step in missing:
+        (out / "work" / f"{step}.json").unlink()
+    continued = extend_tiny(out)
+    assert continued.sentence == result.sentence
+    assert step_result(out, "compare") == step_result(whole, "compare")
+    assert files(out / "model") == files(whole / "model")
+    card = (out / "model" / "README.md").read_bytes()
+    assert card == (whole / "model" / "README.md").read_bytes()
+
+
+def test_the_same_command_measures_nothing_again(finished):
+    result, out = finished
+    before = {name: (out / "model" / name).stat().st_mtime_ns for name in files(out / "model")}
+    assert extend_tiny(out).to_dict() == result.to_dict()
+    after = {name: (out / "model" / name).stat().st_mtime_ns for name in files(out / "model")}
+    assert after == before
+
+
+def test_a_damaged_result_is_made_again(finished, tmp_path, caplog):
+    result, whole = finished
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    path = out / "work" / "publish.json"
+    path.write_text(path.read_text().replace("written", "w"))
+    shutil.rmtree(out / "model")
+    assert extend_tiny(out).sentence == result.sentence
+    assert "is made again: it is damaged" in caplog.text
+    assert files(out / "model") == files(whole / "model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"to": "2x"}, "to was '4x', got '2x'"),
+        ({"budget": "1h"}, "budget was 10800.0, got 3600.0"),
+        ({"seed": 1, "samples": 24}, "samples was 12, got 24; seed was 42, got 1"),
+    ],
+)
+def test_changed_arguments_are_refused(finished, changes, message):
+    _, out = finished
+    before = files(out)
+    with pytest.raises(rope_patch.Refused, match="holds an extension by other arguments") as error:
+        extend_tiny(out, **changes)
+    assert message in str(error.value)
+    assert files(out) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"to": "1x"}, "to must be above the 256 tokens that the model was trained on, got 1x"),
+        ({"to": 128}, "got 128 (128 tokens): expected for example 2x or 512"),
+        ({"to": "256"}, "to must be above the 256 tokens"),
+        ({"to": "four"}, "to must be a factor such as 4x or a number of tokens such as 32768"),
+        ({"to": "-4x"}, "to must be a factor such as 4x"),
+        ({"to": "512.5"}, "to must be a whole number of tokens"),
+        ({"budget": "8"}, "budget must be a time with its unit, such as 8h"),
+        ({"budget": ""}, "budget must be a time with its unit"),
+        ({"budget": "0s"}, "budget must be at least a second"),
+        ({"samples": 2}, "samples must be at least 6"),
+        ({"data": ["novels:emma"]}, "data is for training: give train (--train) with it"),
+        ({"recipe": {"max_steps": 2}}, "recipe is for training"),
+        ({"train": True, "recipe": {"length": 2}}, "recipe: length follows from the other options"),
+        ({"train": True, "recipe": {"lora_rnk": 2}}, "did you mean 'lora_rank'?"),
+        ({"train": True, "start": "running"}, "start running cannot be trained"),
+    ],
+)
+def test_requests_that_cannot_be_met_are_refused_before_anything_is_written(
+    tmp_path, changes, message
+):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        extend_tiny(tmp_path / "out", **changes)
+    assert message in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_else_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(rope_patch.Refused, match="is not empty and holds no extension"):
+        extend_tiny(tmp_path)
+    assert files(tmp_path) == ["notes.txt"]
+
+
+def test_a_saved_patch_and_several_processes_are_refused(finished, tmp_path, monkeypatch):
+    result, _ = finished
+    with pytest.raises(rope_patch.Refused, match="was saved with a patch by rope_patch"):
+        rope_patch.extend(result.folder, "2x", out=tmp_path / "out")
+    monkeypatch.setattr(pipeline, "Processes", lambda: SimpleNamespace(size=2))
+    with pytest.raises(rope_patch.Refused, match="extend runs in one process, got 2"):
+        extend_tiny(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_budget_too_small_to_compare_says_what_it_takes(tmp_path):
+    with pytest.raises(
+        rope_patch.Refused, match="budget must be larger, got 1 s, of which"
+    ) as error:
+        extend_tiny(tmp_path / "out", budget="1s")
+    assert "expected about" in str(error.value)
+    page = unescape((tmp_path / "out" / "progress.html").read_text())
+    assert f"Stopped: {error.value}"[:80] in page
+    assert "The same command continues from here" in page
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory):
+    """Save the tiny model with random weights: it answers nothing, so no method can help."""
+    folder = tmp_path_factory.mktemp("random") / "model"
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    torch.manual_seed(0)
+    type(model)(model.config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+def test_where_no_method_helps_nothing_is_published_and_the_exit_code_is_3(random_model, tmp_path):
+    out = tmp_path / "out"
+    words = ["extend", random_model, "--to", "2x", "--budget", "1h", "--samples", "6", "--out", out]
+    first = run_in_this_process(*words, "--no-search")
+    assert first.returncode == 3, first.stderr
+    assert first.stdout.startswith("Nothing can be recommended by these questions")
+    assert "step 2 of 4: recommend (up to " in first.stderr
+    assert not (out / "model").exists()
+    assert (out / "work" / "recommend" / "recommendation.md").is_file()
+    page = (out / "progress.html").read_text()
+    assert page.count('class="state-left-out"') == 2
+    again = run_in_this_process(*words, "--no-search", "--json")
+    assert again.returncode == 3
+    result = json.loads(again.stdout)
+    assert result["outcome"] == "nothing is shown to help"
+    assert result["folder"] is None
+    assert result["sentence"] in first.stdout
+    changed = run_in_this_process(*words, "--no-search", "--seed", "1")
+    assert changed.returncode == 1
+    assert "error: cannot continue" in changed.stderr
+
+
+def test_help_names_the_steps_and_the_exit_code():
+    text = run_in_this_process("extend", "--help").stdout
+    for word in ("--to", "--budget", "--train", "--out", "--data", "exit code"):
+        assert word in text

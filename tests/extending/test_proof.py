@@ -1,0 +1,153 @@
+"""Test the decision by measured results, and the candidates of a recommendation."""
+
+import copy
+
+import pytest
+from extensions import LENGTH, step_result
+
+from rope_patch.evaluation.merging import add_other_weights
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics
+from rope_patch.extending import proof
+from rope_patch.extending.candidates import Candidate, compared_candidates, trained_candidate
+
+TUNED = "mixed-yarn ×4, fine-tuned"
+
+
+@pytest.fixture(scope="module")
+def results(finished):
+    _, out = finished
+    return proof.read_results(out / "work" / "report")
+
+
+def with_samples_of(results, labels):
+    """Return results in which methods have the answers of others."""
+    changed = copy.deepcopy(results)
+    for part in (*changed["retrieval"], *changed["short"]):
+        part["samples"] |= {to: part["samples"][of] for to, of in labels.items()}
+    if changed["perplexity"]:
+        losses = changed["perplexity"]["losses"]
+        losses |= {to: losses[of] for to, of in labels.items()}
+    return changed
+
+
+def alone(results, label):
+    """Return the results of one method, as a run on other weights has them."""
+    own = copy.deepcopy(results)
+    own["methods"] = [m for m in own["methods"] if m["label"] == label]
+    for part in (*own["retrieval"], *own["short"]):
+        part["samples"] = {label: part["samples"][label]}
+    if own["perplexity"]:
+        own["perplexity"]["losses"] = {label: own["perplexity"]["losses"][label]}
+    own["run"]["weights"] = "sampled-sha256:another"
+    return own
+
+
+def labels(results):
+    return [method["label"] for method in results["methods"][1:]]
+
+
+def test_the_first_candidate_that_helps_is_chosen(results):
+    first, *others = labels(results)
+    assert proof.decide(results, LENGTH, None).label == first
+    assert others
+    worse = with_samples_of(results, {first: "none"})
+    decision = proof.decide(worse, LENGTH, None)
+    assert decision.label == others[0]
+    assert f"{first} changes the likelihood of no right answer" in decision.sentences[0]
+
+
+def test_nothing_is_chosen_where_no_answer_is_likelier(results):
+    same = with_samples_of(results, dict.fromkeys(labels(results), "none"))
+    decision = proof.decide(same, LENGTH, None)
+    assert decision.label is None
+    assert len([each for each in decision.sentences if "not shown to be likelier" in each]) == 2
+
+
+def test_a_trained_model_must_beat_the_rotation_alone(results):
+    first, *_ = labels(results)
+    equal = add_other_weights(results, alone(results, first), {first: TUNED})
+    decision = proof.decide(equal, LENGTH, TUNED)
+    assert decision.label == first
+    assert f"That training adds to {first} is not shown" in decision.sentences[-1]
+    # Where no rotation helps and the trained model does, it is chosen.
+    bad = with_samples_of(results, dict.fromkeys(labels(results), "none"))
+    both = add_other_weights(bad, alone(results, first), {first: TUNED})
+    assert proof.decide(both, LENGTH, TUNED).label == TUNED
+
+
+def test_a_trained_model_that_is_better_is_chosen(results):
+    """Take 1 nat a token off the answers of a trained model, a little more for some texts."""
+    first, *_ = labels(results)
+    better = alone(results, first)
+    worse = copy.deepcopy(results)
+    for part in worse["retrieval"]:
+        for row in part["samples"][first]:
+            if row.get("log_likelihood") is not None:
+                row["log_likelihood"] -= row["target_tokens"] * (1 + 0.01 * row["text"])
+    both = add_other_weights(worse, better, {first: TUNED})
+    stats = RunStatistics(both)
+    difference = stats.loss_difference(TUNED, first, LENGTH)
+    assert difference.mean.estimate < -0.9
+    decision = proof.decide(both, LENGTH, TUNED)
+    assert decision.label == TUNED
+    assert decision.sentences[-1].startswith("Training makes them likelier still (p ")
+
+
+def test_runs_of_other_questions_and_taken_labels_are_refused(results):
+    first, *_ = labels(results)
+    other = alone(results, first)
+    with pytest.raises(ValueError, match="is the label of a method already"):
+        add_other_weights(results, other, {first: first})
+    for row in other["retrieval"][0]["samples"][first]:
+        row["id"] += " of another seed"
+    with pytest.raises(ValueError, match="the runs differ in questions"):
+        add_other_weights(results, other, {first: TUNED})
+
+
+def row(name, nats, **changes):
+    entry = {
+        "name": name,
+        "method": name,
+        "options": {},
+        "everywhere": True,
+        "leaves_short": False,
+        "long": {"nll": [nats, 0, 9]},
+    }
+    return entry | changes
+
+
+def recommendation(method, *rows):
+    return {"method": method, "rows": [row("plain", 0.01, method=None), *rows]}
+
+
+def test_the_recommended_method_is_first_and_one_for_all_engines_second():
+    rows = [
+        row("rerope", 0.1, everywhere=False, leaves_short=True),
+        row("linear", 0.5),
+        row("yarn", 0.2),
+        row("llama3", "Infinity"),
+        row("ntk", 0.0, long=None),
+    ]
+    measured = recommendation("rerope", *rows)
+    assert compared_candidates(measured) == [Candidate("rerope"), Candidate("yarn")]
+    assert compared_candidates(measured | {"method": "linear"}) == [Candidate("linear")]
+    assert compared_candidates(measured | {"method": None}) == [
+        Candidate("rerope"),
+        Candidate("yarn"),
+    ]
+    assert compared_candidates(recommendation(None)) == []
+
+
+def test_what_is_trained_has_one_set_of_frequencies_and_leaves_short_rows():
+    rows = [row("rerope", 0.1), row("dynamic-yarn", 0.1), row("ntk-by-parts", 0.2)]
+    assert trained_candidate(recommendation(None, *rows)) == Candidate("mixed-ntk-by-parts")
+    searched = row("searched", 0.1, method="yarn", options={"beta_fast": 16})
+    assert trained_candidate(recommendation(None, searched)) == Candidate("yarn", {"beta_fast": 16})
+    assert trained_candidate(recommendation(None, rows[0])) is None
+
+
+def test_the_recommendation_of_the_shared_run_has_its_candidates(finished, results):
+    _, out = finished
+    stored = step_result(out, "recommend")["recommendation"]
+    methods = [method["method"] for method in results["methods"][1:]]
+    assert methods == [candidate.method for candidate in compared_candidates(stored)]

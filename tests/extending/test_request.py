@@ -1,0 +1,92 @@
+"""Test targets, durations and the shares of the wall clock."""
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from rope_patch.extending import wall_clock
+from rope_patch.extending.request import format_duration, parse_duration, parse_target
+from rope_patch.extending.wall_clock import WallClock
+from rope_patch.extending.work_folder import WorkFolder
+
+
+@pytest.mark.parametrize(
+    ("to", "length"),
+    [("4x", 1024), ("4×", 1024), ("1.5X", 384), (512, 512), ("32k", 32768), ("1,024", 1024)],
+)
+def test_targets(to, length):
+    assert parse_target(to, 256) == length
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("8h", 28800), ("90m", 5400), ("1h30m", 5400), ("45s", 45), ("0.5h", 1800), ("1h1m1s", 3661)],
+)
+def test_durations(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["8", "h", "8d", "m30", "-1h", "1m1h", "inf", "nan"])
+def test_bad_durations_are_refused(text):
+    with pytest.raises(ValueError, match="budget must be a time with its unit"):
+        parse_duration(text)
+
+
+def test_durations_are_written_to_read():
+    assert [format_duration(s) for s in (12.4, 200, 7500)] == ["12 s", "3 min 20 s", "2 h 05 min"]
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """Return a clock that tests set."""
+    moment = [0.0]
+    monkeypatch.setattr(wall_clock, "time", SimpleNamespace(monotonic=lambda: moment[0]))
+    return moment
+
+
+def test_shares_are_of_the_time_left_and_stay_when_a_run_continues(tmp_path, now):
+    path, weights = tmp_path / "clock.json", {"a": 1, "b": 2, "c": 1}
+    clock = WallClock(path, 100, weights)
+    assert clock.allot("a") == 25
+    with clock.running("a"):
+        now[0] += 10
+    assert clock.allot("b") == pytest.approx(90 * 2 / 3)
+    with contextlib.suppress(KeyboardInterrupt), clock.running("b"):
+        now[0] += 70
+        raise KeyboardInterrupt
+    continued = WallClock(path, 100, weights)
+    assert continued.spent() == 80
+    assert continued.allot("b") == 60  # as it was when it began first
+    with continued.running("b"):
+        now[0] += 30
+    assert continued.spent("b") == 100
+    assert continued.allot("c") == 0
+    assert json.loads(path.read_text())["spent"] == {"a": 10, "b": 100}
+
+
+def test_a_damaged_clock_starts_anew(tmp_path):
+    (tmp_path / "clock.json").write_text("{")
+    assert WallClock(tmp_path / "clock.json", 10, {"a": 1}).allot("a") == 10
+
+
+def test_the_budget_may_grow_until_something_is_measured(tmp_path):
+    work = WorkFolder(tmp_path)
+    work.require_same_request({"budget": 1.0, "seed": 1})
+    work.write("diagnose", {}, 1.0)
+    work.require_same_request({"budget": 2.0, "seed": 1})
+    with pytest.raises(ValueError, match=r"budget was 2.0, got 3.0; seed was 1, got 2"):
+        work.require_same_request({"budget": 3.0, "seed": 2})
+    work.write("recommend", {}, 1.0)
+    work.require_same_request({"budget": 2.0, "seed": 1})
+    with pytest.raises(ValueError, match=r"budget was 2.0, got 3.0\. Give those again"):
+        work.require_same_request({"budget": 3.0, "seed": 1})
+
+
+def test_a_damaged_request_is_an_error(tmp_path):
+    work = WorkFolder(tmp_path)
+    work.require_same_request({"budget": 1.0})
+    (tmp_path / "work" / "request.json").write_text("{}")
+    with pytest.raises(ValueError, match="it has no digest"):
+        work.require_same_request({"budget": 1.0})
