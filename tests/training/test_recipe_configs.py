@@ -52,11 +52,12 @@ PROLONG = ADAM | {
 OLMO = ADAM | {
     "trained": 8192, "target": 65536, "rows": 64, "row_length": 65536,
     "learning_rate": 0.00020712352850360292, "schedule": "linear", "warmup_steps": 200,
-    "weight_decay": 0.1, "z_loss": 1e-5, "max_grad_norm": 1.0,
+    "weight_decay": 0.1, "decay_embeddings": False, "z_loss": 1e-5, "max_grad_norm": 1.0,
 }  # fmt: skip
 SMOLLM3 = ADAM | {
     "method": "abf", "trained": 4096, "learning_rate": 2e-5, "schedule": "cosine",
-    "warmup_steps": 1000, "weight_decay": 0.1, "packing": "masked", "data_weights": [0.9, 0.1],
+    "warmup_steps": 1000, "weight_decay": 0.1, "decay_embeddings": False, "packing": "masked",
+    "data_weights": [0.9, 0.1],
 }  # fmt: skip
 DEEPSEEK = ADAM | {
     "method": "yarn", "factor": 40, "beta_fast": 32.0, "beta_slow": 1.0, "trained": 4096,
@@ -236,6 +237,7 @@ def resolved_values(name):
         "factor": extension.factor,
         "layer_types": extension.layer_types,
         "z_loss": extension.z_loss,
+        "decay_embeddings": extension.decay_embeddings,
         "start": extension.start,
         "beta_fast": getattr(method, "beta_fast", None),
         "beta_slow": getattr(method, "beta_slow", None),
