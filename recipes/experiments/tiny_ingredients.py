@@ -177,9 +177,7 @@ def measure(model: PreTrainedModel, base: list[float]) -> dict[str, float]:
         "short price": math.expm1(sum(differences) / len(differences)),
         f"recall, {TRAINED:,}": tiny.recall_accuracy(model, TRAINED, SEQUENCES),
         f"recall, {TARGET:,}": tiny.recall_accuracy(model, TARGET, SEQUENCES),
-        f"perplexity, {TARGET:,}": math.exp(
-            sum(document_nats(model, [TARGET] * 12, start=1)) / 12
-        ),
+        f"perplexity, {TARGET:,}": math.exp(sum(document_nats(model, [TARGET] * 12, start=1)) / 12),
     }
 
 
@@ -242,9 +240,7 @@ def _mean(name: str, values: list[float]) -> str:
     return f"{mean} ({show.format(interval.low)} to {show.format(interval.high)})"
 
 
-def render_readme(
-    results: dict[str, list[dict[str, float]]], command: str, steps: int
-) -> str:
+def render_readme(results: dict[str, list[dict[str, float]]], command: str, steps: int) -> str:
     """Return the README: the table and its definitions."""
     return f"""# Which ingredient pays: a tiny Llama, eight times as long
 

@@ -64,6 +64,10 @@ DEEPSEEK = ADAM | {
     "attention_factor": 0.1 * math.log(40) + 1, "steps": 1000, "learning_rate": 7.3e-6,
     "schedule": "constant", "weight_decay": 0.1, "max_grad_norm": 1.0,
 }  # fmt: skip
+EVENING = ADAM | {
+    "method": "yarn", "trained": 8192, "schedule": "linear", "warmup_steps": 20,
+    "weight_decay": 0.0, "lora_targets": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}  # fmt: skip
 # Values of the papers and their code. Keys that they leave open are missing here.
 PUBLISHED = {
     "pi_8k": ADAM
@@ -158,12 +162,8 @@ PUBLISHED = {
         "learning_rate": 2e-5, "schedule": "linear", "warmup_steps": 10, "positions": "skip",
     },
     # arXiv:2309.00071; LoRA's targets: arXiv:2309.12307
-    "evening_8b_lora": ADAM
-    | {
-        "method": "yarn", "trained": 8192, "target": 32768, "row_length": 32768, "rows": 8,
-        "schedule": "linear", "warmup_steps": 20, "weight_decay": 0.0,
-        "lora_targets": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    },
+    "evening_8b_lora#1": EVENING | {"target": 16384, "row_length": 16384, "rows": 16},
+    "evening_8b_lora#2": EVENING | {"target": 32768, "row_length": 32768, "rows": 8},
     "smollm2_32k_yarn": YARN
     | {"method": "yarn", "trained": 8192, "target": 32768, "rows": 4, "steps": 200},
     "smollm2_32k_mixed": YARN

@@ -111,7 +111,7 @@ TINY = {
     ),
     "qwen3_128k_yarn": ("Qwen3", {"max_position_embeddings": 80}, {}, 256),
     "pose_one_gpu": ("Llama", {}, {"train_length": 32}, 512),
-    "evening_8b_lora": ("Llama", {}, {"retrieval_steps": 0}, 256),
+    "evening_8b_lora": ("Llama", {}, {"retrieval_steps": 0, "stages": [{}, {}]}, 256),
 }
 QUICK = ("pose_one_gpu", "evening_8b_lora")
 ALL = [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in TINY]
@@ -204,7 +204,10 @@ def test_a_recipe_has_a_plan(name, tmp_path):
     settings, _ = parse(arguments(name, tmp_path))
     page = plan.format_plan(settings)
     for stage in settings.stages or [settings]:
-        length = stage.extension.train_length or stage.extension.length or TINY[name][3]
+        extension = stage.extension
+        by_factor = settings.stages and extension.factor
+        target = int(extension.factor * TRAINED) if by_factor else TINY[name][3]
+        length = extension.train_length or extension.length or target
         assert f"rows of {length:,} tokens" in page
     assert "memory on each device" in page
 
@@ -214,6 +217,7 @@ def test_the_hardware_of_the_header_is_enough(name):
     device, launch, shape = HARDWARE[name]
     settings, _ = parse(["--config", name, "--model", str(SHAPES / shape), "--loss", "torch"])
     environment = read_environment(launches()[launch])
-    need = plan.from_settings(settings, environment=environment)
     memory = {**plan.DEVICES, "48 GB": 47 * plan.GIB}[device]
-    assert need.total <= memory * (1 - plan.RESERVE)
+    for stage in settings.stages or [settings]:
+        need = plan.from_settings(stage, environment=environment)
+        assert need.total <= memory * (1 - plan.RESERVE)
