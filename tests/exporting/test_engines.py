@@ -51,7 +51,7 @@ def test_an_installed_package_adds_an_engine(patched, tmp_path, monkeypatch):
     exported = rope_patch.export(patched, "outside-engine")
     expected = [1e4 ** (-i / 8) / stretch for i, stretch in enumerate(STRETCH)]
     assert exported.config["inv_freq"] == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(rope_patch.Refused, match=r"mlx, outside-engine$"):
+    with pytest.raises(rope_patch.Refused, match=r"mlx, axolotl, llama-factory, outside-engine$"):
         rope_patch.export(patched, "no-such-one")
     rope_patch.unpatch(patched)
     rope_patch.patch(patched, "dynamic-yarn")
