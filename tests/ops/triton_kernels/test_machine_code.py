@@ -54,7 +54,9 @@ EXCEPTIONS = {
     **{(target, "OLMo 2 7B, norm backwards"): 248 for target in (*NVIDIA, AMD)},
     # 12 programs at once. Tuned by times on sm_90.
     ("sm_80", "Gemma 3 12B, norm backwards"): 168,
+    ("sm_80", "norm backwards, 256, halves"): 168,
     ("sm_100", "Qwen3 8B, norm backwards, frozen"): 144,
+    ("sm_100", "norm backwards, frozen, 128, halves"): 144,
 }
 
 # Above 70%, a kernel cannot reach the memory's bandwidth.
