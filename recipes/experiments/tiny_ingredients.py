@@ -55,6 +55,7 @@ _DISTILLED = {**_SHORT_ROWS, "distillation_weight": 1.0}
 _BEST_FIT = {"packing": "best_fit"}
 _MIXED = {"method": "mixed-yarn", **_SHORT_ROWS}
 _CURRICULUM = "curriculum"
+_TOGETHER = {**_MIXED, **_DISTILLED, **_BEST_FIT, _CURRICULUM: True}
 
 # What each run adds to the baseline; _CURRICULUM is no key of recipes.
 RUNS: dict[str, dict[str, Any]] = {
@@ -67,7 +68,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "short rows, distilled": _DISTILLED,
     "mixed windows": _MIXED,
     "mixed windows, distilled": {**_MIXED, **_DISTILLED},
-    "together": {**_MIXED, **_DISTILLED, **_BEST_FIT, _CURRICULUM: True},
+    "together": _TOGETHER,
+    "together, small steps": {**_TOGETHER, "learning_rate": LEARNING_RATE / 4},
+    "together, half short": {**_TOGETHER, "short_share": 0.5, "distillation_weight": 4.0},
 }
 
 
@@ -103,7 +106,13 @@ def write_documents(path: Path, lengths: Sequence[int], seed: int) -> Path:
 
 def make_recipe(name: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
     """Return a run's recipe; write its documents into the folder."""
-    recipe = {"method": "yarn", "train_length": TARGET, "packing": "masked", **RUNS[name]}
+    recipe = {
+        "method": "yarn",
+        "train_length": TARGET,
+        "packing": "masked",
+        "learning_rate": LEARNING_RATE,
+        **RUNS[name],
+    }
     has_stages = recipe.pop(_CURRICULUM, False)
     tokens = int(1.2 * steps * TOKENS_PER_STEP)  # more than are needed, so that none is read twice
     if recipe["train_length"] == TRAINED:  # a row is one document
@@ -121,7 +130,6 @@ def make_recipe(name: str, seed: int, folder: Path, steps: int) -> dict[str, Any
         "factor": FACTOR,
         "per_device_train_batch_size": TOKENS_PER_STEP // recipe["train_length"],
         "max_steps": steps,
-        "learning_rate": LEARNING_RATE,
         "warmup_steps": steps // 15,
         "save_steps": steps,
         "gradient_checkpointing": False,
@@ -260,7 +268,9 @@ Means over seeds with 95% intervals by Student's t, which are wide for three see
 - **PoSE**: rows of {TRAINED} tokens, a document each, whose positions skip up to {TARGET:,}.
 - **short rows**: a quarter of the rows are of documents of {TRAINED} tokens; **distilled**: the
   loss there is the divergence from the original model.
-- **together**: mixed windows, distilled, best-fit packing and the curriculum.
+- **together**: mixed windows, distilled, best-fit packing and the curriculum; **small steps**: at
+  a quarter of the learning rate; **half short**: half of the rows are short, and the divergence
+  counts four times.
 - **short price**: how much larger the perplexity of {2 * SEQUENCES} short documents ({TRAINED}
   tokens, half recall, half repetition) is than the original model's.
 - **recall**: the share of {8 * SEQUENCES} values that the model gives for their keys.
