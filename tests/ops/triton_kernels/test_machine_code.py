@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -301,6 +302,10 @@ def test_one_token_takes_no_longer_than_a_rival(target, name, compile_rivals):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not version("triton").startswith("3.7."),
+    reason="docs/kernels.md has what Triton 3.7 makes of third-party kernels",
+)
 def test_comparison_in_docs_is_what_the_command_prints(compile_rivals):
     comparisons = compile_rivals("sm_90")
     for title, codes in comparisons["Llama 3 8B, rope"].items():
