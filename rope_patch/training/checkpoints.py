@@ -19,6 +19,7 @@ logger = logging.getLogger("rope_patch")
 
 MANIFEST = "whole.json"  # every file's size and sha256: written last
 PREFIX = "checkpoint-"
+DATA_STATE = "rows.json"  # where the data go on, and the run's rotation
 MODEL = "model"  # the finished model's folder
 _TEMPORARY = ".writing"
 

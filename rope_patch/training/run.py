@@ -1,4 +1,4 @@
-"""State of a training run, shared by the Trainer and the loop: folder, rows, checkpoints, end."""
+"""State of a training run, shared by the Trainer and the loop: folder, rows, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import math
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +16,15 @@ from typing import Any
 import torch
 import yaml
 from accelerate.utils import DistributedType
-from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from rope_patch.methods.position_map import PositionMap
-from rope_patch.pretrained.saving import save
-from rope_patch.training import averaging, checkpoints, identity
+from rope_patch.training import checkpoints, identity
 from rope_patch.training.data.arguments import require_no_document_masks
 from rope_patch.training.data.packing import PackedRows, collate
 from rope_patch.training.data.summary import summarize
-from rope_patch.training.model_card import facts_table, write_card
-from rope_patch.training.model_setup import PreparedModel, adapter_weights, is_lora, prepare
+from rope_patch.training.finished_model import write_finished_model
+from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.monitor import DivergenceGuard, TrainingProgress
 from rope_patch.training.needle_callback import drop_scores
 from rope_patch.training.objective.distillation import mark_distilled
@@ -42,9 +38,6 @@ from rope_patch.utils.folder_lock import lock_folder
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")
-
-DATA_STATE = "rows.json"
-_LOGGED_COUNTS = ("documents", "tokens")
 
 
 class TrainingRun:
@@ -105,10 +98,10 @@ class TrainingRun:
         processes = Processes()
         processes.run_on_main(lambda: self._require_same_run(resume))
         self._data_state: dict[str, Any] = {}
-        self._document_counts: dict[str, dict[str, int]] = {}
+        self.document_counts: dict[str, dict[str, int]] = {}
         if resume is not None:
             self.steps_done = checkpoints.step_of(resume)
-            saved = json.loads((resume / DATA_STATE).read_text())
+            saved = json.loads((resume / checkpoints.DATA_STATE).read_text())
             self.rows.resume(saved["state"], self.steps_done * self.rows_per_step)
             self._data_state = saved["state"]
             self.guard.recent_losses.extend(saved.get("losses", []))
@@ -179,7 +172,7 @@ class TrainingRun:
     def mark_consumed(self, rows: list[dict[str, Any]]) -> None:
         """Remember the state of the data after a step's rows."""
         if rows:
-            self._data_state, self._document_counts = rows[-1]["state"], rows[-1]["counts"]
+            self._data_state, self.document_counts = rows[-1]["state"], rows[-1]["counts"]
 
     @contextlib.contextmanager
     def write_checkpoint(self, step: int) -> Iterator[Path]:
@@ -204,81 +197,12 @@ class TrainingRun:
         if self.is_main:
             losses = list(self.guard.recent_losses)
             state = {"state": self._data_state, "losses": losses, "rotation": self._rotation}
-            atomic_files.write_json(checkpoint / DATA_STATE, state)
+            atomic_files.write_json(checkpoint / checkpoints.DATA_STATE, state)
 
     def finish(self, model: Any) -> Path | None:
-        """Write the finished model with its tokenizer and card.
-
-        Args:
-            model: The model as accelerate wrapped it.
-
-        Returns:
-            The model's folder, on the main process.
-        """
+        """Write the finished model; see `write_finished_model`."""
         self.progress.close()
-        averages = self.settings.extension.average_checkpoints > 0
-        is_sharded = _is_sharded(model)
-        # Averages come from the checkpoints' files.
-        gathers = is_sharded and not averages
-        weights = self.accelerator.get_state_dict(model) if gathers else None
-        if not self.is_main:
-            return None
-        for source, counts in self._document_counts.items():
-            numbers = (f"{counts[k]:,}" for k in _LOGGED_COUNTS)
-            logger.info("read of %s: documents %s, tokens %s", source, *numbers)
-        for name, summary in self.data_summaries().items():
-            logger.info("%s: %s", name, summary)
-        target = self.folder / checkpoints.MODEL
-        if is_sharded:  # rebuild the unsharded model
-            # Only this process builds it, so probing the loss would wait for the others.
-            plain = replace(
-                self.settings,
-                extension=replace(self.settings.extension, loss="full", z_loss=0.0),
-                objective=replace(self.settings.objective, distillation_weight=0.0),
-            )
-            self.prepared = prepare(plain)
-        if weights is not None:
-            self.prepared.model.load_state_dict(weights)
-        stage = self.settings.stage
-        if averages:
-            self._average_checkpoints()
-        elif stage is not None and is_lora(self.prepared.model):
-            with checkpoints.explain_write_errors(self.folder, stage.adapter.name):
-                self._write_adapter(stage.adapter)
-        model_alone = self.prepared.finish()
-        with checkpoints.explain_write_errors(self.folder, "the finished model"):
-            if self.prepared.handle is None:
-                with tempfile.TemporaryDirectory(
-                    prefix=f".{checkpoints.MODEL}-", dir=self.folder
-                ) as temporary_folder:
-                    model_alone.save_pretrained(temporary_folder)
-                    target.mkdir(exist_ok=True)
-                    for file in Path(temporary_folder).iterdir():
-                        file.replace(target / file.name)
-            else:
-                save(model_alone, target)
-            self.prepared.tokenizer.save_pretrained(target)
-            write_card(self, target)
-            if stage is not None:
-                stage.write_record(self.steps, facts_table(self))
-        logger.info("the model is in %s", target)
-        return target
-
-    def _average_checkpoints(self) -> None:
-        """Set the model's weights to the mean of the last checkpoints.
-
-        Raises:
-            ValueError: They are too few, damaged, or of different runs.
-        """
-        count = self.settings.extension.average_checkpoints
-        folders = checkpoints.last_complete(self.folder, count)
-        identity.require_same_rotation(
-            {f: json.loads((f / DATA_STATE).read_text()).get("rotation") for f in folders}
-        )
-        averaging.average_into(self.prepared.model, folders)
-        self.averaged_steps = [checkpoints.step_of(folder) for folder in folders]
-        steps = ", ".join(f"{step:,}" for step in self.averaged_steps)
-        logger.info("the model is the mean of the checkpoints of steps %s", steps)
+        return write_finished_model(self, model)
 
     def _require_enough_checkpoints(self, resume: Path | None) -> None:
         """Raise if the run will not have as many checkpoints as it is to average."""
@@ -298,14 +222,6 @@ class TrainingRun:
                 f"{training.save_steps:g}, {self.steps:,} steps): expected smaller save_steps, or "
                 f"average_checkpoints: {number if number > 1 else 0}"
             )
-
-    def _write_adapter(self, file: Path) -> None:
-        """Write what LoRA trained, with which the next stage goes on."""
-        tensors = {
-            name: tensor.detach().cpu().contiguous()
-            for name, tensor in adapter_weights(self.prepared.model).items()
-        }
-        save_file(tensors, file)
 
     @property
     def carried_checkpoint(self) -> Path | None:
@@ -456,8 +372,3 @@ def keep_loss_exact(accelerator: Any) -> None:
     policy: Any = getattr(plugin, "mixed_precision_policy", None)
     if getattr(policy, "output_dtype", None) is not None:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
-
-
-def _is_sharded(model: Any) -> bool:
-    """Return whether no process holds all weights."""
-    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())

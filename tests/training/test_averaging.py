@@ -29,7 +29,7 @@ from training_runs import (
 from transformers import AutoModelForCausalLM
 
 from rope_patch.training import averaging, checkpoints
-from rope_patch.training.run import DATA_STATE
+from rope_patch.training.checkpoints import DATA_STATE
 from rope_patch.training.settings import parse
 
 LIMITED = {"save_total_limit": 1}  # fewer than are averaged
