@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from rope_patch.original_config import original_config
 from rope_patch.patching import check as check_request
@@ -40,8 +39,10 @@ from rope_patch.training.memory.model import (
     longest_row,
     memory_need,
 )
+from rope_patch.training.memory.recipe_setup import training_setup
 from rope_patch.training.memory.setup import TrainingSetup
 from rope_patch.training.memory.step_time import UTILISATION, step_work
+from rope_patch.training.memory.suggestions import suggest_changes
 from rope_patch.training.memory.tables import lengths_table, million_table, published_table
 from rope_patch.training.recipe_files import find_launch
 from rope_patch.training.settings import parse
@@ -56,12 +57,18 @@ __all__ = [
     "TrainingSetup",
     "format_plan",
     "from_settings",
+    "lengths",
+    "lengths_table",
     "longest_row",
+    "main",
     "memory_need",
+    "million_table",
     "require_device",
+    "require_memory",
+    "row_length",
+    "target_length",
+    "to_dict",
 ]
-__all__ += ["lengths", "lengths_table", "main", "million_table", "require_memory"]
-__all__ += ["row_length", "target_length", "to_dict"]
 
 
 def from_settings(
@@ -75,7 +82,7 @@ def from_settings(
         environment: Variables set by `accelerate launch`; None reads this process's environment.
     """
     config = _read_config(settings)
-    setup = _training_setup(settings, config, processes, environment)
+    setup = training_setup(settings, config, processes, environment)
     return memory_need(config, length=row_length(settings, config), **vars(setup))
 
 
@@ -116,10 +123,12 @@ def require_device(settings: Any) -> None:
     if (available := _device_memory(settings)) is None:
         return
     config = _read_config(settings)
-    setup, length = _training_setup(settings, config), row_length(settings, config)
+    setup, length = training_setup(settings, config), row_length(settings, config)
     need = memory_need(config, length=length, **vars(setup))
     short = need.total > available * (1 - RESERVE)
-    require_memory(need, available, _suggestions(config, length, setup, available) if short else ())
+    require_memory(
+        need, available, suggest_changes(config, length, setup, available) if short else ()
+    )
 
 
 def to_dict(settings: Any, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -133,7 +142,7 @@ def to_dict(settings: Any, environment: Mapping[str, str] | None = None) -> dict
     if settings.stages:
         return {"stages": [to_dict(stage, environment) for stage in settings.stages]}
     config = _read_config(settings)
-    setup = _training_setup(settings, config, environment=environment)
+    setup = training_setup(settings, config, environment=environment)
     length, training = row_length(settings, config), settings.training
     need = memory_need(config, length=length, **vars(setup))
     world = int(environment.get("WORLD_SIZE", "1"))
@@ -294,70 +303,6 @@ def lengths(settings: Any) -> tuple[int, int, int]:
     return trained, target_length(settings, config) or trained, row_length(settings, config)
 
 
-def _training_setup(
-    settings: Any,
-    config: Any,
-    processes: int | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> TrainingSetup:
-    extension, training, data = settings.extension, settings.training, settings.data
-    variables = os.environ if environment is None else environment
-    world = processes or int(variables.get("WORLD_SIZE", "1"))
-    sizes = {
-        name: int(variables.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1"))
-        for name in ("CP", "SP", "DP_REPLICATE")
-    }
-    fsdp = variables.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    deepspeed = variables.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    is_sharded = fsdp or (deepspeed and variables.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3")
-    offloads = {
-        what: deepspeed
-        and variables.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE", "none") != "none"
-        for what in ("OPTIMIZER", "PARAM")
-    }
-    offloads["PARAM"] |= fsdp and variables.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
-    passes = variables.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather") == "alltoall"
-    dtype = getattr(torch, extension.dtype)
-    compute = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else dtype
-    distils = settings.objective.distillation_weight > 0
-    shares_weights = extension.lora_rank > 0 and not is_sharded
-    return TrainingSetup(
-        distils=distils,
-        teacher_dtype=compute if distils and not shares_weights else None,
-        rows=training.per_device_train_batch_size,
-        dtype=dtype,
-        compute_dtype=compute,
-        lora_rank=extension.lora_rank,
-        lora_targets=tuple(extension.lora_targets),
-        lora_trains=tuple(extension.lora_trains),
-        loss=_resolved_loss(settings.loss, config, has_terms=extension.z_loss > 0),
-        loss_terms=extension.z_loss > 0,
-        checkpointing=bool(training.gradient_checkpointing),
-        offload_activations=extension.offload_activations,
-        attention=extension.attention,
-        packed_masks=data.needs_masks,
-        shards=max(1, world // sizes["DP_REPLICATE"]) if is_sharded else 1,
-        context_parallel=sizes["CP"] * sizes["SP"],
-        context_kind="ulysses" if sizes["SP"] > 1 else "ring" if passes else "allgather",
-        offload_weights=offloads["PARAM"],
-        offload_optimizer=offloads["OPTIMIZER"],
-        replicated=world > 1 and not is_sharded,
-        averages=extension.average_checkpoints > 0,
-        accumulates=training.gradient_accumulation_steps > 1,
-        optimizer=getattr(training.optim, "value", training.optim),
-    )
-
-
-def _resolved_loss(loss: str, config: Any, has_terms: bool = False) -> str:
-    """Return the loss that training will use, as far as the config tells."""
-    if loss != "auto":
-        return loss
-    caps = getattr(config.get_text_config(decoder=True), "final_logit_softcapping", None)
-    # With terms beside the cross-entropy, the chunks need no function of torch.
-    has_chunks = has_terms or hasattr(functional, "linear_cross_entropy")
-    return "torch" if has_chunks and not caps else "full"
-
-
 def _device_memory(settings: Any) -> int | None:
     """Return the bytes of this process's GPU, or of the machine without one; None if unknown."""
     if torch.cuda.is_available() and not settings.training.use_cpu:
@@ -367,41 +312,6 @@ def _device_memory(settings: Any) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
-
-
-def _suggestions(config: Any, length: int, setup: TrainingSetup, available: int) -> list[str]:
-    """Return single settings that make a recipe fit, and its longest row that fits unchanged."""
-    masks = setup.packed_masks and setup.attention == "sdpa"
-    changes: list[tuple[bool, str, dict[str, Any]]] = [
-        (not setup.checkpointing, "gradient_checkpointing: true", {"checkpointing": True}),
-        (setup.loss == "full", "loss: torch", {"loss": "torch"}),
-        (setup.attention == "eager", "attention: sdpa", {"attention": "sdpa"}),
-        (masks, "attention: flash_attention_2", {"attention": "flash_attention_2"}),
-        (setup.rows > 1, "per_device_train_batch_size: 1", {"rows": 1}),
-        (not setup.offload_activations, "offload_activations: true", {"offload_activations": True}),
-        (setup.lora_rank == 0, "lora_rank: 8", {"lora_rank": 8}),
-        (setup.shards == 1, "8 GPUs with FSDP", {"shards": 8, "replicated": False}),
-        (
-            setup.context_parallel == 1 and not setup.packed_masks,
-            "8 GPUs with FSDP and context parallelism",
-            {"shards": max(8, setup.shards), "context_parallel": 8, "replicated": False},
-        ),
-    ]
-    usable, combined = available * (1 - RESERVE), setup
-    suggestions: list[str] = []
-    names: list[str] = []
-    for applies, name, change in changes:
-        need = memory_need(config, length=length, **vars(replace(setup, **change)))
-        if applies and need.total <= usable:
-            suggestions.append(f"{name} ({format_gib(need.total)})")
-    if longest := longest_row(config, available, **vars(setup)):
-        suggestions.append(f"train_length: {longest} or less")
-    for _, name, change in [] if suggestions else [entry for entry in changes if entry[0]]:
-        combined, names = replace(combined, **change), [*names, name]
-        need = memory_need(config, length=length, **vars(combined))
-        if need.total <= usable:
-            return [f"{', '.join(names)}, all at once ({format_gib(need.total)})"]
-    return suggestions or ["larger or more devices, or a smaller model"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from rope_patch.training.memory.context import exchange_bytes
 from rope_patch.training.memory.launch import read_environment
 from rope_patch.training.memory.model import host_memory_need, memory_need
 from rope_patch.training.memory.model_shape import model_shape
+from rope_patch.training.memory.recipe_setup import training_setup
 from rope_patch.utils.errors import Refused
 
 LLAMA_8B = plan.SHAPES / "llama-3.1-8b"
@@ -139,8 +140,7 @@ def test_a_launch_file_has_the_variables_that_accelerate_sets(name, monkeypatch)
     settings, _ = plan.parse(ARGUMENTS)
     config = plan._read_config(settings)
     setups = [
-        plan._training_setup(settings, config, processes, environment)
-        for environment in (ours, theirs)
+        training_setup(settings, config, processes, environment) for environment in (ours, theirs)
     ]
     assert setups[0] == setups[1]
 
@@ -155,7 +155,7 @@ def test_kinds_of_sharing_and_offloading_come_from_the_launch_file(tmp_path):
             text[part] |= keys
         path = tmp_path / "launch.yaml"
         path.write_text(yaml.safe_dump(text))
-        return plan._training_setup(settings, config, environment=read_environment(path))
+        return training_setup(settings, config, environment=read_environment(path))
 
     assert setup("fsdp2_cp8").context_kind == "allgather"
     alltoall = {"parallelism_config_cp_comm_strategy": "alltoall"}

@@ -13,6 +13,7 @@ from transformers import Gemma3TextConfig, Qwen3Config
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.training.data.arguments import DataArguments
 from rope_patch.training.memory import plan as planning
+from rope_patch.training.memory import recipe_setup
 from rope_patch.training.memory.plan import (
     GIB,
     RESERVE,
@@ -21,6 +22,8 @@ from rope_patch.training.memory.plan import (
     memory_need,
     require_memory,
 )
+from rope_patch.training.memory.recipe_setup import training_setup
+from rope_patch.training.memory.suggestions import suggest_changes
 from rope_patch.training.objective.arguments import ObjectiveArguments
 from rope_patch.training.settings import ExtensionArguments, Settings, TrainArguments
 from rope_patch.utils.errors import Refused
@@ -193,8 +196,8 @@ def test_a_device_that_is_too_small_is_refused_with_remedies(settings, monkeypat
 def test_every_remedy_makes_the_recipe_fit(settings):
     recipe = settings(train_length=65536, loss="full", dtype="bfloat16")
     config = planning._read_config(recipe)
-    setup = planning._training_setup(recipe, config, environment={})
-    remedies = planning._suggestions(config, 65536, setup, 100 * GIB)
+    setup = training_setup(recipe, config, environment={})
+    remedies = suggest_changes(config, 65536, setup, 100 * GIB)
     assert any("loss: torch" in remedy for remedy in remedies)
     for name, change in {"loss: torch": {"loss": "torch"}, "lora_rank": {"lora_rank": 8}}.items():
         total = memory_need(config, length=65536, **(vars(setup) | change)).total
@@ -218,9 +221,9 @@ def test_the_environment_of_accelerate_decides_the_sharding(settings):
     fsdp = {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "8"}
     context = {**fsdp, "PARALLELISM_CONFIG_CP_SIZE": "8"}
     config = planning._read_config(recipe)
-    setups = [planning._training_setup(recipe, config, environment=e) for e in ({}, fsdp, context)]
+    setups = [training_setup(recipe, config, environment=e) for e in ({}, fsdp, context)]
     assert [(setup.shards, setup.context_parallel) for setup in setups] == [(1, 1), (8, 1), (8, 8)]
-    ddp = planning._training_setup(recipe, config, environment={"WORLD_SIZE": "2"})
+    ddp = training_setup(recipe, config, environment={"WORLD_SIZE": "2"})
     assert ddp.replicated
     assert ddp.shards == 1
     totals = [planning.from_settings(recipe, environment=e).total for e in ({}, fsdp, context)]
@@ -233,7 +236,7 @@ def test_a_plan_follows_the_recipe(settings):
     recipe = settings(
         data={"packing": "masked"}, accumulation=2, lora_rank=4, loss="full", z_loss=1e-5
     )
-    setup = asdict(planning._training_setup(recipe, planning._read_config(recipe), environment={}))
+    setup = asdict(training_setup(recipe, planning._read_config(recipe), environment={}))
     expected = {
         "dtype": torch.float32,
         "compute_dtype": torch.bfloat16,
@@ -260,7 +263,7 @@ def test_averages_count_beside_weights_and_optimizer(settings):
     sharded = setup | {"shards": 8}
     assert memory_need(config, **sharded, averages=True) == memory_need(config, **sharded)
     recipe = settings(average_checkpoints=3)
-    assert planning._training_setup(recipe, planning._read_config(recipe), environment={}).averages
+    assert training_setup(recipe, planning._read_config(recipe), environment={}).averages
 
 
 @pytest.mark.parametrize(
@@ -276,7 +279,7 @@ def test_the_original_model_is_planned_where_it_is_kept(settings, lora_rank, env
     need = planning.from_settings(recipe, environment=environment)
     assert "teacher" not in need.parts()
     recipe = replace(recipe, objective=ObjectiveArguments(distillation_weight=1.0))
-    setup = planning._training_setup(recipe, planning._read_config(recipe), environment=environment)
+    setup = training_setup(recipe, planning._read_config(recipe), environment=environment)
     assert setup.distils
     assert setup.teacher_dtype == dtype
     need = planning.from_settings(recipe, environment=environment)
@@ -289,8 +292,8 @@ def test_the_original_model_is_planned_where_it_is_kept(settings, lora_rank, env
 def test_soft_caps_need_the_full_loss():
     capped = SimpleNamespace(final_logit_softcapping=30.0)
     config = SimpleNamespace(get_text_config=lambda decoder: capped)
-    assert planning._resolved_loss("auto", config) == "full"
-    assert planning._resolved_loss("torch", config) == "torch"
+    assert recipe_setup._resolved_loss("auto", config) == "full"
+    assert recipe_setup._resolved_loss("torch", config) == "torch"
 
 
 def test_text_and_json_have_the_same_numbers(settings):
