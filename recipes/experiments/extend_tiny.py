@@ -70,10 +70,10 @@ RECIPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def documents(length: int, count: int, seed: int) -> Iterator[dict[str, list[int]]]:
-    """Yield recall and repetition documents alternately, of `length` tokens with the end token."""
+def documents(lengths: Sequence[int], seed: int) -> Iterator[dict[str, list[int]]]:
+    """Yield recall and repetition documents alternately, of these lengths with the end token."""
     generator = torch.Generator().manual_seed(seed)
-    for number in range(count):
+    for number, length in enumerate(lengths):
         if number % 2:
             ids, labels = tiny.repeat_batch(generator, 1, length - 1)
         else:
@@ -82,10 +82,10 @@ def documents(length: int, count: int, seed: int) -> Iterator[dict[str, list[int
         yield {"input_ids": ids[0].tolist(), "labels": labels[0].tolist()}
 
 
-def write_documents(path: Path, length: int, count: int, seed: int) -> Path:
+def write_documents(path: Path, lengths: Sequence[int], seed: int) -> Path:
     """Write documents as JSON lines, unless the file exists."""
     if not path.is_file():
-        lines = (json.dumps(record) + "\n" for record in documents(length, count, seed))
+        lines = (json.dumps(record) + "\n" for record in documents(lengths, seed))
         atomic_files.atomic_write(path, "".join(lines))
     return path
 
@@ -101,10 +101,10 @@ def run_recipe(name: str, folder: Path, steps: int) -> tuple[Path, float]:
     length = recipe["train_length"]
     rows = TOKENS_PER_STEP // length
     # Two documents more than rows, so that no process reads one twice.
-    long = write_documents(folder / f"long-{length}.jsonl", length, steps * rows + 2, SEED)
+    long = write_documents(folder / f"long-{length}.jsonl", [length] * (steps * rows + 2), SEED)
     if "short_share" in recipe:
         short = steps * TOKENS_PER_STEP // TRAINED
-        path = write_documents(folder / f"long-{TRAINED}.jsonl", TRAINED, short + 2, SEED)
+        path = write_documents(folder / f"long-{TRAINED}.jsonl", [TRAINED] * (short + 2), SEED)
         recipe |= {"short_data": path, "short_length": TRAINED}
     recipe |= {
         "model": MODEL,

@@ -21,14 +21,24 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import train_tiny as tiny
 import yaml
-from extend_tiny import MODEL, load_finetuned
+from extend_tiny import (
+    FACTOR,
+    LEARNING_RATE,
+    MODEL,
+    TARGET,
+    TOKENS_PER_PAIR,
+    TOKENS_PER_STEP,
+    TRAINED,
+    load_finetuned,
+    write_documents,
+)
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.statistics.clustered_mean import clustered_mean
@@ -37,14 +47,8 @@ from rope_patch.training.trainer import finetune
 from rope_patch.utils import atomic_files
 from rope_patch.utils.versions import version
 
-FACTOR = 8
-TRAINED = tiny.TRAINED_LENGTH
-TARGET = FACTOR * TRAINED
-TOKENS_PER_STEP = 8192
 STEPS = 60
 SHORTEST = 64  # tokens of a document
-TOKENS_PER_PAIR = 32  # as in pretraining: 8 pairs in 256 tokens
-LEARNING_RATE = 1e-3
 SEEDS = (0, 1, 2)
 SEQUENCES = 48
 _MEASURING_SEED = 1234  # of other documents than any run's
@@ -74,18 +78,6 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def documents(lengths: Sequence[int], seed: int) -> Iterator[dict[str, list[int]]]:
-    """Yield recall and repetition documents alternately, of these lengths with the end token."""
-    generator = torch.Generator().manual_seed(seed)
-    for number, length in enumerate(lengths):
-        if number % 2:
-            ids, labels = tiny.repeat_batch(generator, 1, length - 1)
-        else:
-            pairs = length // TOKENS_PER_PAIR
-            ids, labels = tiny.recall_batch(generator, 1, length - 1, pairs)
-        yield {"input_ids": ids[0].tolist(), "labels": labels[0].tolist()}
-
-
 def draw_lengths(tokens: int, seed: int) -> list[int]:
     """Draw lengths of documents from 64 to 2,048, of all magnitudes alike, up to so many tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -94,14 +86,6 @@ def draw_lengths(tokens: int, seed: int) -> list[int]:
         share = torch.rand((), generator=generator).item()
         lengths.append(int(SHORTEST * (TARGET / SHORTEST) ** share))
     return lengths
-
-
-def write_documents(path: Path, lengths: Sequence[int], seed: int) -> Path:
-    """Write documents as JSON lines, unless the file exists."""
-    if not path.is_file():
-        lines = (json.dumps(record) + "\n" for record in documents(lengths, seed))
-        atomic_files.atomic_write(path, "".join(lines))
-    return path
 
 
 def make_recipe(name: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:

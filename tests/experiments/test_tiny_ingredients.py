@@ -2,6 +2,7 @@
 
 import math
 
+import extend_tiny
 import pytest
 import tiny_ingredients as experiment
 
@@ -18,7 +19,7 @@ def test_documents_have_lengths_of_all_magnitudes():
 
 def test_a_document_is_as_long_as_asked_and_its_questions_have_labels():
     lengths = [64, 257, 2048, 100]
-    records = list(experiment.documents(lengths, seed=3))
+    records = list(extend_tiny.documents(lengths, seed=3))
     # The reader adds the end token.
     assert [len(record["input_ids"]) + 1 for record in records] == lengths
     for record in records:

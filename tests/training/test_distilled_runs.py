@@ -177,7 +177,7 @@ def test_short_texts_stay_as_they_were(seed, tmp_path):
     """The short rows are English, which the model never saw, and ask for nothing it can do."""
     sources = {}
     for name, length, count in (("long", 1024, 82), ("held-out", 256, 32)):
-        sources[name] = list(extend_tiny.documents(length, count, seed + 100 * len(name)))
+        sources[name] = list(extend_tiny.documents([length] * count, seed + 100 * len(name)))
     data = tmp_path / "long.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in sources["long"]))
     ids, labels = (
