@@ -29,12 +29,9 @@ pytestmark = pytest.mark.skipif(
     not (TOOLS / "nvdisasm").is_file(), reason="this Triton comes without NVIDIA's tools"
 )
 
-# What docs/kernels.md has the code of. Other releases may take a quarter more registers: then 12
-# programs of a norm's backward run at once where 16 did, and still nothing is spilled.
-IS_DOCUMENTED = version("triton").startswith("3.7.")
-SLACK = 1 if IS_DOCUMENTED else 1.25
+RELEASE = ".".join(version("triton").split(".")[:2])
 documented = pytest.mark.skipif(
-    not IS_DOCUMENTED, reason="docs/kernels.md has what Triton 3.7 makes of the kernels"
+    RELEASE != "3.7", reason="docs/kernels.md has what Triton 3.7 makes of the kernels"
 )
 
 # Limits, of 255 registers: up to 72, a multiprocessor runs 28 programs of one warp at once, up to
@@ -67,6 +64,20 @@ EXCEPTIONS = {
     ("sm_100", "Qwen3 8B, norm backwards, frozen"): 144,
     ("sm_100", "norm backwards, frozen, 128, halves"): 144,
 }
+if RELEASE == "3.9":  # it takes more, and nothing was timed with it
+    EXCEPTIONS |= {
+        ("sm_80", "OLMo 2 7B, norm backwards"): 255,
+        ("sm_80", "Qwen3 8B, norm backwards"): 168,
+        ("sm_80", "norm backwards, 128, halves"): 168,
+        ("sm_90", "Gemma 3 12B, norm backwards"): 144,
+        ("sm_90", "norm backwards, 256, halves"): 144,
+        ("sm_90", "norm backwards, frozen, 64, halves"): 144,
+        ("sm_90", "norm, 64, halves"): 112,
+        ("sm_100", "Qwen3 8B, norm backwards"): 144,
+        ("sm_100", "Gemma 3 12B, norm backwards"): 144,
+        ("sm_100", "norm backwards, 128, halves"): 144,
+        ("sm_100", "norm backwards, 256, halves"): 144,
+    }
 
 # Above 70%, a kernel cannot reach the memory's bandwidth.
 SHARES = {"Llama": 0.5, "Qwen3": 0.5, "Gemma": 0.5, "SmolLM2": 0.7, "OLMo": 0.7}
@@ -185,7 +196,7 @@ def test_no_registers_are_spilled(target, name, code, record_property):
     assert code.spilled == 0
     assert not [x for x in code.names if x.startswith(("LDL", "STL"))]
     limits = REGISTERS if name in MODEL_JOBS else VARIANT_REGISTERS
-    assert code.registers <= SLACK * EXCEPTIONS.get((target, name), limits[JOBS[name].kernel])
+    assert code.registers <= EXCEPTIONS.get((target, name), limits[JOBS[name].kernel])
 
 
 @cases(NVIDIA, lambda job: job.kernel != "sum of weights" and job.tokens > 1)
