@@ -39,15 +39,13 @@ def row_and_token(index, S, ROWS: tl.constexpr):
     A division takes about as long as one read of memory, and all reads need its result. So there
     is none where ROWS is "one" or "of one token"; else it is "any".
     """
-    index = index + tl.full((), 0, tl.int64)
     zero = tl.full((), 0, tl.int64)
     if ROWS == "one":
-        return zero, index
+        return zero, index + zero
     elif ROWS == "of one token":
-        return index, zero
+        return index + zero, zero
     else:
-        narrow = index.to(tl.int32)
-        return (narrow // S).to(tl.int64), (narrow % S).to(tl.int64)
+        return index // S + zero, index % S + zero
 
 
 @triton.jit

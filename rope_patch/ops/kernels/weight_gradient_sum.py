@@ -11,8 +11,7 @@ import triton.language as tl
 
 from rope_patch.ops.kernels.launcher import Launcher, LaunchSpec
 
-# Elements that a program reads at once, in 16 loads of 16 bytes for a quarter of its threads each.
-_ELEMENTS = 4096
+_ELEMENTS = 4096  # that a program reads at once: 16 KB
 _WARPS = 8
 
 # Columns of a program: few where all are few, so that many programs read.
