@@ -32,6 +32,7 @@ from rope_patch.training.data.row_positions import skipped_positions
 from rope_patch.training.data.sources import find_source
 
 _YIELD_KEYS = ("tokens", "padding", "documents", "cut")
+_READ_KEYS = ("documents", "repetitive", "noisy", "questions")
 
 
 class PackedRows(IterableDataset):
@@ -225,6 +226,10 @@ class PackedRows(IterableDataset):
         row_yield["cut"] += sum(piece.is_cut for piece in pieces)
         state: dict[str, Any] = {
             kind: [dict(s.state) for s in kind_sources] for kind, kind_sources in sources.items()
+        }
+        # Ahead of the state to resume from, if a window of documents is read before its first row.
+        state["long_counts"] = {
+            key: sum(source.state[key] for source in sources["long"]) for key in _READ_KEYS
         }
         if best_fit is not None:
             state["long"], state["window"] = best_fit.state()

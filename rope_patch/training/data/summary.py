@@ -15,25 +15,22 @@ def summarize(arguments: DataArguments, state: dict[str, Any]) -> dict[str, str]
         state: The last row's `state`; empty before the first row.
     """
     summaries: dict[str, str] = {}
-    counts, sources = state.get("row_yield", {}), state.get("long", [])
+    counts, read = state.get("row_yield", {}), state.get("long_counts")
     if counts.get("documents"):
         padding = counts["padding"] / (counts["tokens"] + counts["padding"])
         summaries["rows"] = (
             f"{counts['cut'] / counts['documents']:.2%} of {counts['documents']:,} documents cut, "
             f"{padding:.2%} padding"
         )
-    if arguments.compression_ratio is not None and sources:
+    if arguments.compression_ratio is not None and read:
         bounds = arguments.compression_ratio
-        low, high, kept = (
-            sum(source[key] for source in sources) for key in ("repetitive", "noisy", "documents")
-        )
         summaries["filter"] = (
-            f"compression ratio {bounds[0]:g} to {bounds[1]:g}: {low:,} documents left out below, "
-            f"{high:,} above, {kept:,} kept"
+            f"compression ratio {bounds[0]:g} to {bounds[1]:g}: {read['repetitive']:,} documents "
+            f"left out below, {read['noisy']:,} above, {read['documents']:,} kept"
         )
-    if arguments.aggregation_share and sources:
+    if arguments.aggregation_share and read:
         summaries["aggregation tasks"] = (
-            f"{sum(source['questions'] for source in sources):,} questions "
+            f"{read['questions']:,} questions "
             f"({', '.join(arguments.aggregation_tasks)}) in {arguments.aggregation_share:.0%} of "
             "the long documents"
         )

@@ -15,6 +15,7 @@ from rope_patch.training.data.arguments import DataArguments
 from rope_patch.training.data.compression import compression_ratio, document_text
 from rope_patch.training.data.documents import TokenizedDocument
 from rope_patch.training.data.packing import PackedRows
+from rope_patch.training.data.summary import summarize
 
 BOUNDS = [0.3, 0.65]
 
@@ -83,6 +84,24 @@ def test_the_log_says_what_was_left_out(tokenizer, kinds, caplog):
     make_rows(tokenizer, 300, [kinds[0][0]], compression_ratio=BOUNDS)
     (message,) = [m for m in caplog.messages if "compression_ratio" in m]
     assert "[0.3, 0.65] left out 6 documents below it and 6 above, and kept 6" in message
+
+
+@pytest.mark.parametrize("packing", ["masked", "best_fit"])
+def test_the_summary_counts_what_was_read(tokenizer, kinds, packing):
+    """A window of documents is read ahead of its rows, and a run can end within it."""
+    path, settings = kinds[0][0], {"row_length": 1024, "trained_length": 512, "seed": 0}
+    options = {"packing": packing, "compression_ratio": BOUNDS, "aggregation_share": 1.0}
+    (row,) = make_rows(tokenizer, 1, [path], settings, **options)
+    counts = row["row"]["counts"][path]
+    assert counts["documents"] > 0
+    assert counts["questions"] > 0
+    arguments = DataArguments(data=[path], **options)
+    summary = summarize(arguments, json.loads(json.dumps(row["row"]["state"])))
+    assert summary["filter"] == (
+        f"compression ratio 0.3 to 0.65: {counts['repetitive']} documents left out below, "
+        f"{counts['noisy']} above, {counts['documents']} kept"
+    )
+    assert summary["aggregation tasks"].startswith(f"{counts['questions']} questions (")
 
 
 def test_short_rows_are_not_filtered(tokenizer, kinds):
