@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,17 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report; the run's own if there is one run.")
     ] = None,
+    trained: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[LABEL=]FOLDER",
+            help=(
+                "A run of the same questions on weights that were trained further: it is compared "
+                "with the others question by question, as a method named LABEL (left out: the "
+                "folder's name); several."
+            ),
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a report again, or one report of several runs.
@@ -36,6 +48,7 @@ def report(
     Examples:
       rope-patch report out
       rope-patch report runs/llama runs/qwen --out both
+      rope-patch report before --trained fine-tuned=after --out both
     """
     from rope_patch.utils import atomic_files
 
@@ -43,13 +56,15 @@ def report(
         from rope_patch.evaluation.report import gaps
         from rope_patch.evaluation.report import writer as reporting
         from rope_patch.utils import checksums
-    if len(runs) > 1 and out is None:
+    if (len(runs) > 1 or trained) and out is None:
         raise ValueError("a report of several runs needs a folder of its own: give --out FOLDER")
-    results = [
-        result
-        for run in runs
-        for result in _load_results(run, checksums.verify_checksum, reporting.check_results)
-    ]
+
+    def load(run: Path) -> list[RunRecord]:
+        return _load_results(run, checksums.verify_checksum, reporting.check_results)
+
+    results = [result for run in runs for result in load(run)]
+    if trained:
+        results = [_with_trained(results, trained, load)]
     folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
     show = None if as_json else print
     with atomic_files.add_write_advice(
@@ -65,6 +80,47 @@ def report(
         print(f"\n{page}")
     if missing:
         raise typer.Exit(1)
+
+
+def _with_trained(
+    results: list[RunRecord], trained: list[str], load: Callable[[Path], list[RunRecord]]
+) -> RunRecord:
+    """Return the results with those on weights that were trained further, as further methods.
+
+    Args:
+        results: Runs of one model.
+        trained: `[LABEL=]FOLDER` of each run to add.
+        load: Returns the results in a folder.
+    """
+    from rope_patch.evaluation.merging import add_other_weights, merge_runs
+
+    merged = merge_runs(results)
+    if len(merged) != 1:
+        raise ValueError(
+            f"--trained needs runs of one model that asked the same questions, got {len(merged)} "
+            "kinds of runs: give those before training alone"
+        )
+    (both,) = merged
+    for text in trained:
+        given, _, name = text.rpartition("=")
+        run = Path(name)
+        own = load(run)
+        if len(own) != 1:
+            raise ValueError(f"{run} holds {len(own)} runs: expected one, on the trained weights")
+        methods = [method["label"] for method in own[0]["methods"]]
+        folder = run if run.is_dir() else run.parent
+        label = given or folder.resolve().name
+        labels = {
+            method: label if len(methods) == 1 else f"{label}: {method}" for method in methods
+        }
+        try:
+            both = add_other_weights(both, own[0], labels)
+        except ValueError as error:
+            raise ValueError(
+                f"{run} cannot be compared: {error}. The command of the others asks the same, with "
+                "--method none and the folder of the trained model"
+            ) from error
+    return both
 
 
 def _load_results(run: Path, verify: Any, check: Any) -> list[RunRecord]:

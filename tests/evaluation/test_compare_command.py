@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 from helpers.commands import run_in_new_process, run_in_this_process
 from helpers.evaluations import TINY
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+import rope_patch
 
 SMALL_OPTIONS = [
     "--lengths",
@@ -54,6 +57,58 @@ def test_report_of_several_runs_needs_an_output_folder(compare_run):
     status, out, err = run_in_this_process("report", folder, folder)
     assert (status, out) == (1, "")
     assert "give --out FOLDER" in err
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory):
+    """Evaluate an extended model whose weights moved a little, as training moves them."""
+    folder = tmp_path_factory.mktemp("trained")
+    model = rope_patch.load(TINY, method="yarn", factor=2)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + 0.01 * torch.randn(weight.shape, generator=generator))
+    model.save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder / "model")
+    arguments = ["--method", "none", *SMALL_OPTIONS, "--profile", "quick"]
+    run = ("compare", folder / "model", *arguments, "--out", folder / "out")
+    status, _, err = run_in_this_process(*run)
+    assert status == 0, err
+    return folder / "out"
+
+
+@pytest.mark.parametrize(("prefix", "label"), [("tuned=", "tuned"), ("", "out")])
+def test_a_trained_model_is_a_further_method(compare_run, trained_run, tmp_path, prefix, label):
+    folder, _ = compare_run
+    arguments = ["report", folder, "--trained", f"{prefix}{trained_run}"]
+    status, out, err = run_in_this_process(*arguments, "--out", tmp_path)
+    assert (status, err) == (0, "")
+    assert f"{label} " in out
+    before, own, both = (
+        json.loads((run / "report.json").read_text()) for run in (folder, trained_run, tmp_path)
+    )
+    assert [m["label"] for m in both["methods"]] == ["none", "yarn ×2", label]
+    (own_label,) = (m["label"] for m in own["methods"])
+    for kind in ("retrieval", "short"):
+        for task, task_before, own_task in zip(both[kind], before[kind], own[kind], strict=True):
+            assert task["samples"]["none"] == task_before["samples"]["none"]
+            assert task["samples"][label] == own_task["samples"][own_label]
+            assert task["samples"][label] != task["samples"]["yarn ×2"]
+
+
+def test_trained_models_of_other_questions_are_refused(compare_run, trained_run, tmp_path):
+    folder, _ = compare_run
+    for arguments, reason in [
+        ([folder, "--trained", trained_run], "give --out FOLDER"),
+        ([folder, "--trained", f"none={trained_run}", "--out", tmp_path], "'none' is the label of"),
+        ([folder, trained_run, "--trained", trained_run, "--out", tmp_path], "got 2 kinds of runs"),
+        ([folder, "--trained", tmp_path / "no", "--out", tmp_path], "there is no"),
+    ]:
+        status, out, err = run_in_this_process("report", *arguments)
+        assert (status, out) == (1, "")
+        assert err.startswith("error: ")
+        assert reason in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_changed_and_foreign_results_are_refused(compare_run, tmp_path):
