@@ -226,10 +226,11 @@ def resolved_values(name):
     extension, training, rows = settings.extension, settings.training, settings.data
     method, target = method_of(settings)
     launch = yaml.safe_load(launcher(name).read_text())
-    cp_size = launch.get("parallelism_config", {}).get("parallelism_config_cp_size", 1)
+    shared = launch.get("parallelism_config", {})
+    sizes = (shared.get(f"parallelism_config_{kind}_size", 1) for kind in ("cp", "sp", "tp"))
     match = re.search(LAUNCH_LINE, header(name))
     processes = int(match[2]) if match and match[2] else launch["num_processes"]
-    replicas = processes // cp_size
+    replicas = processes // math.prod(sizes)
     return {
         "method": extension.method,
         "trained": GEOMETRIES[extension.model].trained_length,
