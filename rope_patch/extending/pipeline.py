@@ -164,7 +164,7 @@ class _Extension:
         if stored is None:
             seconds = self.clock.allot(step)
             self.page.begin(step, seconds)
-            with self.clock.running(step):
+            with self.clock.running(step, self.page.refresh):
                 result = make(seconds)
             _free_memory()
             stored = self.work.write(step, result, self.clock.spent(step))

@@ -1,4 +1,4 @@
-"""The progress page: a static page of the steps, written again whenever one begins or ends."""
+"""The progress page: a static page of the steps, written again and again while one runs."""
 
 from __future__ import annotations
 
@@ -54,6 +54,10 @@ class ProgressPage:
         self._steps[step] = (RUNNING, "")
         self._write(running=True)
 
+    def refresh(self) -> None:
+        """Write the page again, with the time that has passed."""
+        self._write(running=True)
+
     def end(self, step: str, text: str, *, left_out: bool = False) -> None:
         """Note what came out of a step."""
         self._steps[step] = (LEFT_OUT if left_out else DONE, text)
@@ -96,9 +100,7 @@ class ProgressPage:
                     "state": state,
                     "mark": _MARKS[state],
                     "text": text,
-                    "time": format_duration(self._clock.spent(name))
-                    if self._clock.spent(name)
-                    else "",
+                    "time": self._time(name, state),
                 }
                 for name, (state, text) in self._steps.items()
             ],
@@ -108,6 +110,14 @@ class ProgressPage:
             "date": now(),
         }
         atomic_files.atomic_write(self.path, render(_TEMPLATE, page))
+
+    def _time(self, step: str, state: str) -> str:
+        """Return a step's time in words; empty if it took none."""
+        spent, most = self._clock.spent(step), self._clock.allotted(step)
+        if not spent:
+            return ""
+        share = f" of up to {format_duration(most)}" if state == RUNNING and most else ""
+        return f"{format_duration(spent)}{share}"
 
 
 def _say(line: str) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rope_patch.utils import atomic_files
@@ -49,9 +49,18 @@ class WallClock:
         """Return the seconds of a step, or of all of them."""
         return sum(self._spent.values()) if step is None else self._spent.get(step, 0.0)
 
+    def allotted(self, step: str) -> float:
+        """Return the seconds that a step may take, 0 before it began."""
+        return self._allotted.get(step, 0.0)
+
     @contextlib.contextmanager
-    def running(self, step: str) -> Iterator[None]:
-        """Count the time of the block as a step's."""
+    def running(self, step: str, show: Callable[[], None]) -> Iterator[None]:
+        """Count the time of the block as a step's.
+
+        Args:
+            step: The step.
+            show: Called every few seconds, when the time was noted; from a thread of its own.
+        """
         ended, before, started = threading.Event(), self.spent(step), time.monotonic()
 
         def note() -> None:
@@ -62,6 +71,7 @@ class WallClock:
             while not ended.wait(_HEARTBEAT):
                 with contextlib.suppress(OSError):  # the step itself reports a full disk
                     note()
+                    show()
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()

@@ -50,16 +50,16 @@ def test_shares_are_of_the_time_left_and_stay_when_a_run_continues(tmp_path, now
     path, weights = tmp_path / "clock.json", {"a": 1, "b": 2, "c": 1}
     clock = WallClock(path, 100, weights)
     assert clock.allot("a") == 25
-    with clock.running("a"):
+    with clock.running("a", lambda: None):
         now[0] += 10
     assert clock.allot("b") == pytest.approx(90 * 2 / 3)
-    with contextlib.suppress(KeyboardInterrupt), clock.running("b"):
+    with contextlib.suppress(KeyboardInterrupt), clock.running("b", lambda: None):
         now[0] += 70
         raise KeyboardInterrupt
     continued = WallClock(path, 100, weights)
     assert continued.spent() == 80
     assert continued.allot("b") == 60  # as it was when it began first
-    with continued.running("b"):
+    with continued.running("b", lambda: None):
         now[0] += 30
     assert continued.spent("b") == 100
     assert continued.allot("c") == 0
