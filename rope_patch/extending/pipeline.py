@@ -188,7 +188,7 @@ class _Extension:
         atomic_files.atomic_write(self.work.path / "diagnosis.txt", f"{diagnosis}\n")
         findings = [f"{each.severity}: {each.what}" for each in diagnosis.findings]
         return {
-            "text": "; ".join([diagnosis.advice.summary, *findings]),
+            "text": "; ".join([f"from the config alone: {diagnosis.advice.summary}", *findings]),
             "findings": findings,
             "healthy": diagnosis.healthy,
         }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from rope_patch.evaluation.merging import merge_runs
 from rope_patch.evaluation.report import figures, heatmap, summary, terminal
@@ -305,10 +306,16 @@ def render(template: Path, page: dict[str, Any]) -> str:
         "arxiv": _arxiv_url,
         "json": to_json,
         "groups": _rows_by_group,
+        "code": _code_spans,
     }
     environment.filters["heat"] = figures.heat_colours
     environment.globals |= {"palette": PALETTE, "heat": figures.HEAT}
     return environment.get_template(template.name).render(page)
+
+
+def _code_spans(text: str) -> Markup:
+    """Return text as HTML, with what stands between backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _rows_by_group(rows: list[Row]) -> list[list[Row]]:
