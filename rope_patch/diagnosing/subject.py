@@ -68,7 +68,8 @@ class Subject:
         rest = f'"{method}"' + (f", {arguments}" if arguments else "")
         if self.live or not self.path or not self.is_loadable:
             return f"rope_patch.patch(model, {rest})"
-        return f"model = rope_patch.load({self.path!r}, {rest})"
+        name = self.path if self.adapter else shlex.split(self.display_name)[0]
+        return f"model = rope_patch.load({name!r}, {rest})"
 
 
 def open_subject(

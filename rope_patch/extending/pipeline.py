@@ -179,7 +179,7 @@ class _Extension:
 
     def _diagnose(self, _: float) -> dict[str, Any]:
         diagnosis = diagnose(
-            demo.resolve_model_path(self.request.model),
+            self.request.model,
             length=self.length,
             trained_length=self.request.trained_length,
             start=self.request.start,

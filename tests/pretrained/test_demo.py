@@ -101,4 +101,5 @@ def test_python_takes_the_demo_by_name(folder):
     assert rope_patch.current(rope_patch.load("demo", "yarn", factor=2)).length == 16384
     diagnosis = rope_patch.diagnose("demo", "yarn", factor=2)
     assert diagnosis.length == 16384
-    assert "demo" in diagnosis.advice.shell
+    assert diagnosis.advice.python.startswith("model = rope_patch.load('demo', ")
+    assert "compare demo " in diagnosis.advice.shell
