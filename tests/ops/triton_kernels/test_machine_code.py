@@ -64,13 +64,13 @@ EXCEPTIONS = {
     ("sm_100", "Qwen3 8B, norm backwards, frozen"): 144,
     ("sm_100", "norm backwards, frozen, 128, halves"): 144,
 }
-if RELEASE == "3.9":  # it takes more, and nothing was timed with it
+if RELEASE in ("3.8", "3.9"):  # they take more, and nothing was timed with them
     EXCEPTIONS |= {
         ("sm_80", "OLMo 2 7B, norm backwards"): 255,
         ("sm_80", "Qwen3 8B, norm backwards"): 168,
         ("sm_80", "norm backwards, 128, halves"): 168,
-        ("sm_90", "Gemma 3 12B, norm backwards"): 144,
-        ("sm_90", "norm backwards, 256, halves"): 144,
+        ("sm_90", "Gemma 3 12B, norm backwards"): 160,
+        ("sm_90", "norm backwards, 256, halves"): 160,
         ("sm_90", "norm backwards, frozen, 64, halves"): 144,
         ("sm_90", "norm, 64, halves"): 112,
         ("sm_100", "Qwen3 8B, norm backwards"): 144,
@@ -78,6 +78,9 @@ if RELEASE == "3.9":  # it takes more, and nothing was timed with it
         ("sm_100", "norm backwards, 128, halves"): 144,
         ("sm_100", "norm backwards, 256, halves"): 144,
     }
+
+# Bytes, where a release has no register for them.
+SPILLED = {("3.8", "sm_90", "norm backwards by output, 64, neighbours"): 8}
 
 # Above 70%, a kernel cannot reach the memory's bandwidth.
 SHARES = {"Llama": 0.5, "Qwen3": 0.5, "Gemma": 0.5, "SmolLM2": 0.7, "OLMo": 0.7}
@@ -193,8 +196,9 @@ def whole_tiles(code, kernel, threads):
 @cases((*NVIDIA, AMD))
 def test_no_registers_are_spilled(target, name, code, record_property):
     record_property("registers", code.registers)
-    assert code.spilled == 0
-    assert not [x for x in code.names if x.startswith(("LDL", "STL"))]
+    spilled = SPILLED.get((RELEASE, target, name), 0)
+    assert code.spilled == spilled
+    assert spilled or not [x for x in code.names if x.startswith(("LDL", "STL"))]
     limits = REGISTERS if name in MODEL_JOBS else VARIANT_REGISTERS
     assert code.registers <= EXCEPTIONS.get((target, name), limits[JOBS[name].kernel])
 
