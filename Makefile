@@ -42,7 +42,7 @@ test-engines: $(ENGINES)/weights $(ENGINES)/converter
 test-triton: $(VENV)/installed $(RIVALS)/files $(TRITONS:%=out/triton-%)
 	for version in $(TRITONS); do \
 		PYTHONPATH=$(CURDIR)/out/triton-$$version:$(CURDIR)/$(RIVALS)/packages \
-			RIVALS=$(RIVALS)/files $(BIN)/pytest -m "slow or not slow" \
+			RIVALS=$(RIVALS)/files $(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" \
 			tests/ops/triton_kernels/test_machine_code.py || exit; \
 	done
 
