@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +69,7 @@ def diagnose(
     if picture is not None:
         require_plot_suffix(picture)
         atomic_files.require_writable_file(picture, "the picture", folder_exists=True)
-    subject = open_subject(model, gguf_file=gguf_file, display_name=shlex.quote(model))
+    subject = open_subject(model, gguf_file=gguf_file, display_name=model)
     extension = Extension(
         method,
         factor=factor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 from dataclasses import dataclass, replace
 
 from rope_patch.diagnosing.finding import Finding
@@ -276,15 +277,14 @@ def _shell_command(facts: Facts, method: str, ratio: float, request: Extension) 
     if ratio <= MAX_UNTRAINED_FACTOR:
         methods = "yarn,dynamic-yarn" if method == "dynamic-yarn" else method
         return _compare_command(facts, f"none,{methods}", request)
+    name = shlex.quote(facts.subject.display_name)
     return (
-        f"rope-patch finetune --config yarn_64k --model {facts.subject.display_name} "
+        f"rope-patch finetune --config yarn_64k --model {name} "
         f"--factor {ratio:g} --train_length {facts.target_length}"
     )
 
 
 def _compare_command(facts: Facts, methods: str, request: Extension) -> str:
-    trained = request.trained_length
-    return (
-        f"rope-patch compare {facts.subject.display_name} --method {methods} --length "
-        f"{facts.target_length}" + (f" --trained-length {trained}" if trained else "")
-    )
+    name, trained = shlex.quote(facts.subject.display_name), request.trained_length
+    rest = f" --trained-length {trained}" if trained else ""
+    return f"rope-patch compare {name} --method {methods} --length {facts.target_length}{rest}"

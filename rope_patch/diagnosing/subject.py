@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ class Subject:
         adapter: Content of adapter_config.json for an adapter; else empty.
         adapter_path: The adapter's folder.
         path: Source of the config, or of the live model if its config names one.
-        display_name: The model's name in command lines.
+        display_name: The model's name in Python and, quoted, in command lines.
         is_loadable: Whether `rope_patch.load` can load it.
     """
 
@@ -68,7 +67,7 @@ class Subject:
         rest = f'"{method}"' + (f", {arguments}" if arguments else "")
         if self.live or not self.path or not self.is_loadable:
             return f"rope_patch.patch(model, {rest})"
-        name = self.path if self.adapter else shlex.split(self.display_name)[0]
+        name = self.path if self.adapter else self.display_name
         return f"model = rope_patch.load({name!r}, {rest})"
 
 
@@ -80,7 +79,7 @@ def open_subject(
     Args:
         model: A model, a config, a folder, a name on the Hub, or an adapter's folder.
         gguf_file: The GGUF file within a folder.
-        display_name: The model's name in command lines, if it is not its path.
+        display_name: The model's name in lines to copy, if it is not its path.
 
     Raises:
         ValueError: There is no such model, or it cannot be read.
@@ -95,9 +94,7 @@ def open_subject(
         return _from_path(demo.resolve_model_path(name), gguf_file, display_name)
     if isinstance(model, PreTrainedConfig):
         path = str(getattr(model, "_name_or_path", "") or "")
-        return _without_weights(
-            model, path="", display_name=display_name or shlex.quote(path or "MODEL")
-        )
+        return _without_weights(model, path="", display_name=display_name or path or "MODEL")
     raise TypeError(
         "expected a transformers model, a config, a folder or a name on the Hub, got "
         f"{type(model).__name__}"
@@ -122,7 +119,7 @@ def _from_model(model: nn.Module, display_name: str | None) -> Subject:
         problem=problem,
         handle=handle,
         path=path,
-        display_name=display_name or shlex.quote(path or "MODEL"),
+        display_name=display_name or path or "MODEL",
     )
 
 
@@ -137,7 +134,7 @@ def _from_path(path: str, gguf_file: str | None, display_name: str | None) -> Su
     return _without_weights(
         config,
         path=base,
-        display_name=display_name or shlex.quote(base),
+        display_name=display_name or base,
         raw_config=_raw_config(base, config, options),
         sidecar=read_sidecar(path),
         adapter=adapter,

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -199,3 +200,11 @@ def test_plain_rotation_is_that_of_transformers():
     late["original_max_position_embeddings"] = TRAINED // 4
     diagnosis = rope_patch.diagnose(make_config(rope_parameters=late), length=TRAINED)
     assert {pair.stretch for pair in diagnosis.rotations[None].pairs} == {1.0}
+
+
+def test_a_path_with_a_space_is_quoted_for_the_shell_and_for_python(tmp_path):
+    folder = tmp_path / "my model"
+    shutil.copytree(TINY, folder)
+    advice = rope_patch.diagnose(str(folder), length=2048).advice
+    assert advice.python.startswith(f"model = rope_patch.load({str(folder)!r}, ")
+    assert str(folder) in shlex.split(advice.shell)
