@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -55,16 +54,11 @@ def report(
     with requires_extra("evaluation needs", "eval"):
         from rope_patch.evaluation.report import gaps
         from rope_patch.evaluation.report import writer as reporting
-        from rope_patch.utils import checksums
     if (len(runs) > 1 or trained) and out is None:
         raise ValueError("a report of several runs needs a folder of its own: give --out FOLDER")
-
-    def load(run: Path) -> list[RunRecord]:
-        return _load_results(run, checksums.verify_checksum, reporting.check_results)
-
-    results = [result for run in runs for result in load(run)]
+    results = [result for run in runs for result in _load_results(run)]
     if trained:
-        results = [_with_trained(results, trained, load)]
+        results = [_with_trained(results, trained)]
     folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
     show = None if as_json else print
     with atomic_files.add_write_advice(
@@ -82,15 +76,12 @@ def report(
         raise typer.Exit(1)
 
 
-def _with_trained(
-    results: list[RunRecord], trained: list[str], load: Callable[[Path], list[RunRecord]]
-) -> RunRecord:
+def _with_trained(results: list[RunRecord], trained: list[str]) -> RunRecord:
     """Return the results with those on weights that were trained further, as further methods.
 
     Args:
         results: Runs of one model.
         trained: `[LABEL=]FOLDER` of each run to add.
-        load: Returns the results in a folder.
     """
     from rope_patch.evaluation.merging import add_other_weights, merge_runs
 
@@ -102,9 +93,11 @@ def _with_trained(
         )
     (both,) = merged
     for text in trained:
-        given, _, name = text.rpartition("=")
-        run = Path(name)
-        own = load(run)
+        # A folder's own name may have the sign, too, such as lr=1e-5.
+        has_label = "=" in text and not Path(text).exists()
+        given, _, path = text.partition("=") if has_label else ("", "", text)
+        run = Path(path)
+        own = _load_results(run)
         if len(own) != 1:
             raise ValueError(f"{run} holds {len(own)} runs: expected one, on the trained weights")
         methods = [method["label"] for method in own[0]["methods"]]
@@ -123,15 +116,18 @@ def _with_trained(
     return both
 
 
-def _load_results(run: Path, verify: Any, check: Any) -> list[RunRecord]:
+def _load_results(run: Path) -> list[RunRecord]:
     """Return the results in a run's folder or report.json, which may hold several runs."""
+    from rope_patch.evaluation.report.writer import check_results
+    from rope_patch.utils.checksums import verify_checksum
+
     path = run / "report.json" if run.is_dir() else run
     if not path.is_file():
         raise ValueError(
             f"there is no {path}: expected the folder of a finished evaluation, or its report.json"
         )
-    content = verify(path.read_bytes(), str(path))
+    content = verify_checksum(path.read_bytes(), str(path))
     runs: list[RunRecord] = content.get("runs") or [content]
     for results in runs:
-        check(results, str(path))
+        check_results(results, str(path))
     return runs

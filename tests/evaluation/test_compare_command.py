@@ -71,13 +71,13 @@ def trained_run(tmp_path_factory):
     model.save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder / "model")
     arguments = ["--method", "none", *SMALL_OPTIONS, "--profile", "quick"]
-    run = ("compare", folder / "model", *arguments, "--out", folder / "out")
+    run = ("compare", folder / "model", *arguments, "--out", folder / "lr=1e-5")
     status, _, err = run_in_this_process(*run)
     assert status == 0, err
-    return folder / "out"
+    return folder / "lr=1e-5"
 
 
-@pytest.mark.parametrize(("prefix", "label"), [("tuned=", "tuned"), ("", "out")])
+@pytest.mark.parametrize(("prefix", "label"), [("tuned=", "tuned"), ("", "lr=1e-5")])
 def test_a_trained_model_is_a_further_method(compare_run, trained_run, tmp_path, prefix, label):
     folder, _ = compare_run
     arguments = ["report", folder, "--trained", f"{prefix}{trained_run}"]
