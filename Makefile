@@ -4,6 +4,8 @@
 # make test-engines    the plugin for vLLM, exports and verdicts, in engines, in their environment
 # make test-triton     the kernels' machine code by each Triton, beside that of others' kernels
 # make test-oldest     what matters, on the oldest versions that pyproject.toml allows
+# make test-newest     the main groups, on the newest of everything
+# make test-transformers VERSION=5.17.0   the main groups, on any one release
 # make lint            style and types
 # make docs            the pages and the API reference as a site, in site/; dead links fail
 
@@ -11,15 +13,22 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= .venv-demo
 OLDEST ?= .venv-oldest
+NEWEST ?= .venv-newest
+RELEASE = .venv-transformers-$(VERSION)
 ENGINES ?= .venv-engines
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 RIVALS ?= out/rivals
 BIN := $(VENV)/bin
 SOURCES := setup.py README.md $(shell find rope_patch eval recipes \
 	\( -name __pycache__ -o -path eval/results \) -prune -o -print)
+# The groups of tests that a new release of a dependency breaks first.
+GROUPS := $(addprefix tests/,methods patching pretrained inference serving integrations architectures)
+# With `--record NAME`, pytest writes tests/compatibility/runs/NAME.json.
+RECORD := PYTHONPATH=$(CURDIR)/tests/compatibility
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow test-installed test-engines test-triton test-oldest lint docs clean
+.PHONY: demo test test-slow test-installed test-engines test-triton test-oldest test-newest \
+	test-transformers lint docs clean
 
 # Two texts decide, because each is asked at all four depths.
 demo: $(DEMO)/weights
@@ -37,12 +46,14 @@ test-installed: $(VENV)/installed
 	$(BIN)/pytest -m installed tests/installed
 
 test-engines: $(ENGINES)/weights $(ENGINES)/converter
-	$(ENGINES)/bin/pytest -o norecursedirs=build -m engines tests/engines
+	$(RECORD) $(ENGINES)/bin/pytest -p recording --record engines -o norecursedirs=build \
+		-m engines tests/engines
 
 test-triton: $(VENV)/installed $(RIVALS)/files $(TRITONS:%=out/triton-%)
 	for version in $(TRITONS); do \
-		PYTHONPATH=$(CURDIR)/out/triton-$$version:$(CURDIR)/$(RIVALS)/packages \
+		$(RECORD):$(CURDIR)/out/triton-$$version:$(CURDIR)/$(RIVALS)/packages \
 			RIVALS=$(RIVALS)/files $(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" \
+			-p recording --record triton-$$version \
 			tests/ops/triton_kernels/test_machine_code.py || exit; \
 	done
 
@@ -53,16 +64,40 @@ test-oldest: $(VENV)/installed
 	$(BIN)/python tests/oldest/minima.py > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt . pytest
 	$(OLDEST)/bin/python -I -c "import rope_patch; assert '$(OLDEST)' in rope_patch.__file__"
-	$(OLDEST)/bin/pytest tests/methods tests/pretrained/test_loading.py \
-		tests/pretrained/test_saving.py \
+	$(RECORD) $(OLDEST)/bin/pytest -p recording --record oldest tests/methods \
+		tests/pretrained/test_loading.py tests/pretrained/test_saving.py \
 		tests/patching/architecture/test_families.py tests/patching/test_undo_log.py \
 		tests/patching/dynamic/test_length_hooks.py \
 		tests/patching/dynamic/test_dynamic_generation.py
 	$(BIN)/python tests/oldest/minima.py demo eval search train > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt \
 		".[demo,eval,search,train]"
-	$(OLDEST)/bin/pytest tests/cli/test_cli.py tests/evaluation/test_compare_command.py \
+	$(RECORD) $(OLDEST)/bin/pytest -p recording --record oldest-extras \
+		tests/cli/test_cli.py tests/evaluation/test_compare_command.py \
 		tests/searching/test_search_command.py tests/training/test_identity.py
+
+# PyPI's torch, which brings CUDA along and runs on a CPU. What is there already is upgraded.
+test-newest:
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --upgrade pip
+	$(NEWEST)/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[all]" \
+		--group dev
+	$(RECORD) $(NEWEST)/bin/pytest -p recording --record newest $(GROUPS) \
+		tests/evaluation tests/searching tests/training
+
+# In an environment of its own, because transformers before 5.23 refuses the newest huggingface_hub.
+test-transformers:
+	$(if $(VERSION),,$(error name a release: make test-transformers VERSION=5.17.0))
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install --quiet --upgrade pip
+	sed "s/^transformers==.*/transformers==$(VERSION)/" constraints.txt \
+		> $(RELEASE)/constraints.txt
+	$(RELEASE)/bin/pip install --quiet --constraint $(RELEASE)/constraints.txt \
+		--editable ".[demo]" --group dev
+	$(RELEASE)/bin/python -I -c "import rope_patch, transformers as t; \
+		assert t.__version__ == '$(VERSION)', t.__version__; \
+		assert rope_patch.__file__ == '$(CURDIR)/rope_patch/__init__.py', rope_patch.__file__"
+	$(RECORD) $(RELEASE)/bin/pytest -p recording --record transformers-$(VERSION) $(GROUPS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -74,7 +109,7 @@ docs: $(VENV)/docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(OLDEST) $(ENGINES) out site build dist *.egg-info
+	rm -rf $(VENV) $(DEMO) $(OLDEST) $(NEWEST) $(ENGINES) .venv-transformers-* out site build dist *.egg-info
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -10,7 +10,7 @@ import torch
 from helpers.encoding_models import encoding_model
 from helpers.no_copies import NoCopies
 from transformers import StaticCache
-from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 import rope_patch
 
@@ -97,7 +97,7 @@ def handed_bias(model, mask, **arguments):
 
 
 def scaled_slopes():
-    slopes = _get_alibi_slopes(HEADS, torch.device("cpu")).double()
+    slopes = build_alibi_tensor(torch.ones(1, 2), HEADS, torch.float32)[:, 0, 1].double()
     return slopes * FACTOR ** -(torch.arange(HEADS) / (HEADS - 1))
 
 
