@@ -17,6 +17,7 @@ from rope_patch.patching.replacement.encoding import DecoderShape
 from rope_patch.patching.replacement.handle import EncodedModel, current_encode
 from rope_patch.patching.replacement.hooks import require_implementation
 from rope_patch.patching.replacement.registry import build_encoding
+from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
@@ -58,7 +59,7 @@ def encode(model: nn.Module, name: str, **options: Any) -> EncodedModel:
         float(getattr(config, "initializer_range", 0.02)),
     )
     encoding, values = build_encoding(name, shape, options)
-    require_implementation(encoding, config._attn_implementation)
+    require_implementation(encoding, attention_implementation(config))
     weight: Any = next(decoder.parameters())
     encoding.to(weight.device, weight.dtype)
     encoding.train(decoder.training)
