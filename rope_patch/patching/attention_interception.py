@@ -16,6 +16,7 @@ from torch import nn
 
 from rope_patch.geometry import Geometry
 from rope_patch.patching.architecture.attention_source import undecorated_forward
+from rope_patch.patching.architecture.rotary_modules import why_no_decoder
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.kernels.attention_forward import (
     PatchedAttentionForward,
@@ -151,8 +152,8 @@ def find_attentions(
         decoder = traits.decoder
         if decoder is None:
             raise Refused(
-                f"{traits.name} does not belong to a decoder that is given positions, which a "
-                f"{what} follows: {instead}"
+                f"{traits.name} {why_no_decoder(traits.reader)}, and a {what} follows positions: "
+                f"{instead}"
             )
         attentions = [module for module in decoder.modules() if _rotates(module)]
         unreachable = [

@@ -72,7 +72,7 @@ class StartTokenRotary:
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         extended = self.original_forward(x, position_ids, *args, **kwargs)
-        layer_type = args[0] if args else kwargs.get("layer_type")
+        layer_type = next(iter((*args, *kwargs.values())), None)  # whatever its name
         if layer_type not in self.layer_types and None not in self.layer_types:
             return extended
         if not torch.compiler.is_compiling():

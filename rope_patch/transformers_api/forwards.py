@@ -88,6 +88,24 @@ class ForwardCall:
         return past
 
 
+def rotary_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, str | None]:
+    """Return what a rotary module's forward is given, by its order: x, positions, layer type.
+
+    The third is there in modules of several layer types alone (Gemma 3).
+
+    Args:
+        module: The rotary module.
+        args: The call's.
+        kwargs: The call's.
+    """
+    names = parameter_names(module)
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    layer_type = arguments.get(names[2]) if len(names) > 2 else None
+    return arguments[names[0]], arguments[names[1]], layer_type
+
+
 def cache_among(arguments: dict[str, Any]) -> Any:
     """Return the cache of self-attention among a forward's or generate's arguments, or None.
 

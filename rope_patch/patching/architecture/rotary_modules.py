@@ -16,6 +16,7 @@ from rope_patch.transformers_api.forwards import (
     TOKENS,
     missing_parameters,
 )
+from rope_patch.transformers_api.releases import installed_release
 from rope_patch.utils.errors import Refused
 
 CANNOT_FOLLOW_YET = (
@@ -88,6 +89,22 @@ def find_decoder(model: nn.Module, rotary: RotaryModule) -> nn.Module | None:
 def find_reader(model: nn.Module, rotary: RotaryModule) -> nn.Module | None:
     """Return the innermost module around a rotary module that is given tokens."""
     return _innermost(model, rotary, (TOKENS,))
+
+
+def why_no_decoder(reader: nn.Module | None) -> str:
+    """Return why a rotary module belongs to no decoder that can be followed.
+
+    Args:
+        reader: From `find_reader`.
+    """
+    release = installed_release()
+    if reader is None:
+        return f"is within no module that is given tokens, in {release}"
+    missing = " and no ".join(missing_parameters(reader, DECODER_ARGUMENTS))
+    return (
+        f"belongs to {type(reader).__name__}, whose forward in {release} takes no {missing} under "
+        "a name that this package knows"
+    )
 
 
 def _innermost(model: nn.Module, rotary: RotaryModule, needed: tuple[str, ...]) -> nn.Module | None:

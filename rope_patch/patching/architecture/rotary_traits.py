@@ -22,19 +22,17 @@ from rope_patch.patching.architecture.probe import (
 )
 from rope_patch.patching.architecture.rotary_modules import (
     CANNOT_FOLLOW_YET,
-    DECODER_ARGUMENTS,
     RotaryModule,
     find_decoder,
     find_owner,
     find_reader,
     is_mrope,
+    why_no_decoder,
 )
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.frequency_buffers import set_frequencies
 from rope_patch.patching.kernels.liger import is_liger_function
 from rope_patch.patching.undo_log import UndoLog
-from rope_patch.transformers_api.forwards import missing_parameters
-from rope_patch.transformers_api.releases import installed_release
 from rope_patch.utils.errors import Refused
 
 
@@ -96,20 +94,14 @@ class RotaryTraits:
         """
         if self.decoder is not None and (self.decoder is self.owner or not is_owner):
             return self.decoder
-        raise Refused(
-            f"{self.name} {self._why_no_decoder()}, so no length can be followed: use a method "
-            "whose frequencies stay, such as yarn"
+        why = (
+            why_no_decoder(self.reader)
+            if self.decoder is None
+            else f"is a part of {type(self.owner).__name__}, and not of the decoder itself"
         )
-
-    def _why_no_decoder(self) -> str:
-        if self.decoder is not None:
-            return f"is a part of {type(self.owner).__name__}, and not of the decoder itself"
-        if self.reader is None:
-            return f"is within no module that is given tokens, in {installed_release()}"
-        missing = " and no ".join(missing_parameters(self.reader, DECODER_ARGUMENTS))
-        return (
-            f"belongs to {type(self.reader).__name__}, whose forward in {installed_release()} "
-            f"takes no {missing} under a name that this package knows"
+        raise Refused(
+            f"{self.name} {why}, so no length can be followed: use a method whose frequencies "
+            "stay, such as yarn"
         )
 
     @property

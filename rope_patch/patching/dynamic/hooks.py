@@ -80,7 +80,7 @@ from rope_patch.patching.dynamic.sequence_lengths import (
 from rope_patch.patching.frequency_buffers import forward_per_row
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.caches import Cache, cache_in_output, is_paged
-from rope_patch.transformers_api.forwards import ForwardCall
+from rope_patch.transformers_api.forwards import ForwardCall, rotary_arguments
 
 
 class ForwardState(threading.local):
@@ -237,12 +237,11 @@ class LengthHooks:
 
     def before_rotary(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the frequencies of this forward (pre-hook of the rotary module)."""
-        layer_type = args[2] if len(args) > 2 else kwargs.get("layer_type")
+        x, positions, layer_type = rotary_arguments(module, args, kwargs)
         if layer_type not in self.attribute_names:
             return
         rows = self._state.rows
         if rows is None:  # called outside the decoder: only its positions are known
-            positions = args[1] if len(args) > 1 else kwargs["position_ids"]
             if self.axes is not None:
                 positions = axis_positions(positions, self.axes)
             record = RotationRecord.empty(
@@ -251,7 +250,6 @@ class LengthHooks:
             rows = self.update_rows(
                 record.row_spans, record.frequencies, positions, positions, lambda: ()
             )
-        x = args[0] if args else kwargs["x"]
         inv_freq, scale = self.frequency_table.per_layer_type(rows, layer_type, x.device)
         name, scale_name = self.attribute_names[layer_type]
         if torch.compiler.is_compiling():  # local to the graph: no lock
