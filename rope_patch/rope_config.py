@@ -12,6 +12,7 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.trained_yarn import trained_yarn_evidence
+from rope_patch.transformers_api.models import rope_functions
 from rope_patch.utils.errors import Refused
 
 START_CHOICES = ("auto", "unscaled", "running")
@@ -110,9 +111,7 @@ def require_valid_rope_config(config_dict: dict[str, Any]) -> None:
     # Named for error messages, which name the config's class.
     config_class = type("config.json", (SimpleNamespace,), {})
     read_geometries(config_class(**{**text, "rope_parameters": parameters}))
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    known = {"default", *ROPE_INIT_FUNCTIONS}
+    known = {"default", *rope_functions()}
     rope_types = {config_rope_type(inner) for inner in by_layer_type(parameters).values()}
     for rope_type in rope_types - known:
         raise Refused(

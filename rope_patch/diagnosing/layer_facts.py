@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
 from rope_patch.diagnosing.subject import Subject
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method, build, registered_methods
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.rope_config import by_layer_type, config_rope_type, read_geometries
+from rope_patch.transformers_api.models import rope_functions
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +147,7 @@ def configured_method(parameters: dict[str, Any], geometry: Geometry, full: int)
 
 def transformers_rope_types() -> set[str]:
     """Return the rope types that transformers can compute, registered ones included."""
-    return {"default", *ROPE_INIT_FUNCTIONS}
+    return {"default", *rope_functions()}
 
 
 def max_position_embeddings(config: Any) -> int:

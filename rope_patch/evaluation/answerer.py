@@ -11,6 +11,7 @@ from rope_patch.inference.cache_batch import CacheBatch, token_bytes
 from rope_patch.inference.greedy_decoder import GreedyDecoder
 from rope_patch.inference.prefix_reader import PrefixReader, input_device
 from rope_patch.inference.target_scores import score_target, score_together
+from rope_patch.transformers_api.models import attention_implementation
 
 _MAX_CACHE = {"cpu": 2**31}  # bytes of the keys and values of answers that are decoded together
 _GPU_MAX_CACHE = 2**34
@@ -74,7 +75,7 @@ class Answerer:
                 self._token_bytes = token_bytes(model, input_device(model))
             limit = _MAX_CACHE.get(input_device(model).type, _GPU_MAX_CACHE)
             return max(limit // (self._token_bytes * end), 1)
-        takes_any_mask = model.config._attn_implementation in ("sdpa", "eager")
+        takes_any_mask = attention_implementation(model.config) in ("sdpa", "eager")
         if not (takes_any_mask and self.reader.all_see_all and self.reader.rotates):
             return 1
         return max(_MAX_PACKED_TOKENS // max(len(q.target) for q in group), 1)

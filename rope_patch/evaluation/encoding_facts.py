@@ -17,6 +17,7 @@ from rope_patch.patching.stamp import innermost_decoders
 from rope_patch.pretrained.loading import empty_model
 from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
+from rope_patch.transformers_api.forwards import ForwardCall
 from rope_patch.utils.errors import Refused
 
 
@@ -92,11 +93,10 @@ class RowsGuard:
         Raises:
             ValueError: It is; says how many tokens can be read.
         """
-        ids = args[0] if args else kwargs.get("input_ids")
-        cache = kwargs.get("past_key_values")
-        if ids is None:
+        call = ForwardCall(decoder, args, kwargs)
+        if call.tokens is None:
             return
-        tokens = ids.shape[1] + (0 if cache is None else int(cache.get_seq_length()))
+        tokens = call.tokens.shape[1] + int(call.cached_tokens())
         for site in self.sites:
             rows = None
             if isinstance(site, TableSite) and not hasattr(site.module, "make_weights"):

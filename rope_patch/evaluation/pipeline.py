@@ -28,6 +28,7 @@ from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.tasks import chat_template, short
+from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils import atomic_files, provenance
 from rope_patch.utils.folder_lock import lock_folder
 
@@ -229,7 +230,7 @@ def _run_metadata(session: Session, total: float) -> RunMetadata:
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": session.quantization,
-        "attention": model.config._attn_implementation,
+        "attention": attention_implementation(model.config),
         "device": str(model.device),
         "trained_length": session.trained_length,
         "geometry": {

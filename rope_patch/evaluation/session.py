@@ -30,6 +30,7 @@ from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.quantization import loading_arguments, parse_quantization, quantize
 from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.tasks import chat_template
+from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils import atomic_files, checksums, provenance
 from rope_patch.utils.atomic_files import NotWritten
 from rope_patch.utils.errors import describe_error
@@ -241,7 +242,7 @@ class Session:
             "weights": self.weights,
             "dtype": str(self.model.dtype),
             "device": self.model.device.type,
-            "attention": self.model.config._attn_implementation,
+            "attention": attention_implementation(self.model.config),
             "rotation": None if handle is None else _rotation_identity(handle, length, end),
             "trained_length": self.trained_length,
             "versions": provenance.versions(),

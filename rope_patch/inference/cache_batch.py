@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from rope_patch.patching import Patch
 from rope_patch.patching.encodings.cache_guard import TABLE_MARK
+from rope_patch.transformers_api.caches import DynamicLayer, start_layer
+from rope_patch.transformers_api.forwards import cache_arguments
 
 
 class ReservedLayer(DynamicLayer):
@@ -30,7 +31,7 @@ class ReservedLayer(DynamicLayer):
 
     def __init__(self, like: Any, rows: int, tokens: int, room: int) -> None:
         super().__init__()
-        self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
+        start_layer(self, like)
         self._buffers = [
             states.new_zeros(rows, states.shape[1], tokens + room, states.shape[3])
             for states in (like.keys, like.values)
@@ -122,12 +123,12 @@ class CacheBatch:
         self.cache.batch_select_indices(torch.tensor(places, dtype=torch.long))
         self.lengths = [self.lengths[place] for place in places]
 
-    def inputs(self, device: torch.device) -> dict[str, Any]:
-        """Return the model's arguments for one more token in each row; count the tokens."""
+    def inputs(self, model: Any, device: torch.device) -> dict[str, Any]:
+        """Return a model's arguments for one more token in each row; count the tokens."""
         assert self.cache is not None
         stop = self.cache.get_seq_length()
         positions = torch.tensor(self.lengths, device=device)[:, None]
-        arguments = {"past_key_values": self.cache, "position_ids": positions}
+        arguments = {**cache_arguments(model, self.cache), "position_ids": positions}
         if min(self.lengths) < stop:
             places = torch.arange(stop + 1, device=device)[None]
             arguments["attention_mask"] = (places >= stop - positions).long()
@@ -140,7 +141,7 @@ def token_bytes(model: Any, device: torch.device) -> int:
     cache = DynamicCache()
     with torch.no_grad():
         ids = torch.zeros(1, 1, dtype=torch.long, device=device)
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, **cache_arguments(model, cache), use_cache=True)
     layers: list[Any] = cache.layers
     tensors = [states for layer in layers for states in (layer.keys, layer.values)]
     return sum(states.numel() * states.element_size() for states in tensors)

@@ -9,6 +9,7 @@ import torch
 
 from rope_patch.inference.cache_batch import CacheBatch
 from rope_patch.inference.prefix_reader import input_device
+from rope_patch.transformers_api.forwards import cache_arguments
 
 
 class GreedyDecoder:
@@ -38,7 +39,7 @@ class GreedyDecoder:
         token, ids = last_token, list[int]()
         while len(ids) < room:
             fed = torch.tensor([[token]], device=input_device(self.model))
-            logits = self.model(fed, past_key_values=cache, use_cache=True).logits
+            logits = self.model(fed, **cache_arguments(self.model, cache), use_cache=True).logits
             token = int(logits[0, -1].argmax())
             if token in self.stops:
                 break
@@ -68,7 +69,7 @@ class GreedyDecoder:
         live = [(row, token) for row, token in enumerate(last_tokens)]
         while live:
             fed = torch.tensor([[token] for _, token in live], device=device)
-            logits = self.model(fed, use_cache=True, **batch.inputs(device)).logits
+            logits = self.model(fed, use_cache=True, **batch.inputs(self.model, device)).logits
             live = [(row, int(s[-1].argmax())) for (row, _), s in zip(live, logits, strict=True)]
             for place in reversed(range(len(live))):  # rows behind this place live on
                 row, token = live[place]

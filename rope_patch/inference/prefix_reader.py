@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rope_patch.patching import current
 from rope_patch.patching.replacement.extension import rotation_refusal
+from rope_patch.transformers_api.caches import DynamicLayer, DynamicSlidingWindowLayer
+from rope_patch.transformers_api.forwards import cache_arguments
 
 _CHUNK = 512  # tokens of a prefill chunk; whole chunks are shared
 _MIN_CHUNK = 64
@@ -221,7 +222,9 @@ class PrefixReader:
     def _prefill_chunk(self, ids: list[int]) -> None:
         tokens = torch.tensor([ids], device=input_device(self.model))
         with torch.no_grad(), _grouped_heads(tokens.device):
-            self.model(tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            self.model(
+                tokens, **cache_arguments(self.model, self._cache), use_cache=True, logits_to_keep=1
+            )
         self.tokens_read += len(ids)
 
 

@@ -11,6 +11,7 @@ import torch
 from rope_patch.inference.prefix_reader import PrefixReader, input_device, is_out_of_memory
 from rope_patch.inference.samples import Sample
 from rope_patch.patching import current
+from rope_patch.transformers_api.forwards import cache_arguments
 
 _CPU_BATCH_TOKENS, _GPU_BATCH_TOKENS = 4096, 32768  # of a batch of samples of one length
 _MAX_LOGITS = 2**27  # numbers in a batch's logits: 512 MB in float32
@@ -159,7 +160,9 @@ class Scorer:
             for start in range(first - 1, stop, _TAIL_CHUNK):
                 end = min(start + _TAIL_CHUNK, stop)
                 tokens = torch.tensor([sample.ids[start:end]], device=device)
-                logits = self.model(tokens, past_key_values=cache, use_cache=True).logits[0]
+                logits = self.model(
+                    tokens, **cache_arguments(self.model, cache), use_cache=True
+                ).logits[0]
                 positions = [p for p in sample.positions if start < p <= end]
                 scored = _token_nll(sample, positions, logits[[p - 1 - start for p in positions]])
                 nll.append(scored[0])

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from rope_patch.inference.prefix_reader import PrefixReader, input_device
 from rope_patch.patching import current
+from rope_patch.transformers_api.forwards import cache_arguments
 
 
 @torch.no_grad()
@@ -29,7 +30,11 @@ def score_target(
     """
     fed = torch.tensor([[last_token, *target[:-1]]], device=input_device(reader.model))
     scratch = reader.borrow(cache, fed.shape[1])
-    logits = reader.model(fed, past_key_values=scratch, use_cache=True).logits[0].float()
+    logits = (
+        reader.model(fed, **cache_arguments(reader.model, scratch), use_cache=True)
+        .logits[0]
+        .float()
+    )
     reader.give_back(cache, scratch, fed.shape[1])
     return _likelihood(logits, target)
 
@@ -61,7 +66,7 @@ def score_together(
     mask = torch.zeros(seen.shape, dtype=dtype, device=at)
     mask.masked_fill_(~seen, torch.finfo(dtype).min)
     arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
-    logits = reader.model(ids, past_key_values=cache, **arguments).logits[0]
+    logits = reader.model(ids, **cache_arguments(reader.model, cache), **arguments).logits[0]
     reader.give_back(cache, cache, ids.shape[1])
     parts = logits.split([len(row) for row in rows])
     return [_likelihood(part.float(), t) for part, t in zip(parts, targets, strict=True)]
@@ -90,15 +95,15 @@ def score_batch(
         read = len(first) - 1
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         prompt = torch.tensor([first[:-1]], device=at)
-        model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(prompt, **cache_arguments(model, cache), use_cache=True, logits_to_keep=1)
         cache.batch_repeat_interleave(len(prompts))
     rows = [[*ids[read:], *target[:-1]] for ids, target in zip(prompts, targets, strict=True)]
     longest = max(map(len, rows))
     padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=at)
     seen = [[1] * (read + len(row)) + [0] * (longest - len(row)) for row in rows]
     mask = torch.tensor(seen, device=at)
-    cache_arguments = {"past_key_values": cache, "use_cache": cache is not None}
-    logits = model(padded, attention_mask=mask, **cache_arguments).logits
+    given = {**cache_arguments(model, cache), "use_cache": cache is not None}
+    logits = model(padded, attention_mask=mask, **given).logits
     return [
         _likelihood(scores[len(row) - len(target) : len(row)].float(), target)
         for target, row, scores in zip(targets, rows, logits, strict=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from rope_patch.extension import Extension
 from rope_patch.integrations.rollout import require_same_rollouts, warn_about_reference
@@ -31,6 +30,7 @@ from rope_patch.pretrained.sidecar import (
     make_sidecar,
     read_sidecar,
 )
+from rope_patch.transformers_api.training import ExportableState, TrainerCallback
 from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")

@@ -16,6 +16,7 @@ from torch import nn
 
 from rope_patch.geometry import Geometry
 from rope_patch.patching.architecture.attention_source import undecorated_forward
+from rope_patch.patching.architecture.rotary_modules import why_no_decoder
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.kernels.attention_forward import (
     PatchedAttentionForward,
@@ -23,10 +24,12 @@ from rope_patch.patching.kernels.attention_forward import (
     forward_attribute,
 )
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.models import (
+    ATTENTION_FUNCTIONS,
+    ATTENTION_GETTER,
+    EAGER_ATTENTION,
+)
 from rope_patch.utils.errors import Refused
-
-_INTERFACES, _GETTER = "ALL_ATTENTION_FUNCTIONS", "get_interface"
-_EAGER = "eager_attention_forward"
 
 
 class Interceptor(Protocol):
@@ -90,11 +93,16 @@ class InterceptedForward(ReboundForward):
 
     def names(self, function: Any) -> dict[str, Any]:
         """Return what the copy finds under which global names."""
-        interfaces = InterceptedInterfaces(function.__globals__[_INTERFACES], self.interceptor)
-        names: dict[str, Any] = {_INTERFACES: interfaces}
-        if _GETTER not in function.__code__.co_names and _EAGER in function.__globals__:
-            eager = function.__globals__[_EAGER]
-            names[_EAGER] = functools.partial(self.interceptor.attend, eager)
+        interfaces = InterceptedInterfaces(
+            function.__globals__[ATTENTION_FUNCTIONS], self.interceptor
+        )
+        names: dict[str, Any] = {ATTENTION_FUNCTIONS: interfaces}
+        if (
+            ATTENTION_GETTER not in function.__code__.co_names
+            and EAGER_ATTENTION in function.__globals__
+        ):
+            eager = function.__globals__[EAGER_ATTENTION]
+            names[EAGER_ATTENTION] = functools.partial(self.interceptor.attend, eager)
         return names
 
     def retire(self) -> None:
@@ -144,11 +152,13 @@ def find_attentions(
         decoder = traits.decoder
         if decoder is None:
             raise Refused(
-                f"{traits.name} does not belong to a decoder that is given positions, which a "
-                f"{what} follows: {instead}"
+                f"{traits.name} {why_no_decoder(traits.reader)}, and a {what} follows positions: "
+                f"{instead}"
             )
         attentions = [module for module in decoder.modules() if _rotates(module)]
-        unreachable = [each for each in attentions if _INTERFACES not in _global_names(each)]
+        unreachable = [
+            each for each in attentions if ATTENTION_FUNCTIONS not in _global_names(each)
+        ]
         if unreachable or not attentions:
             where = type(unreachable[0] if unreachable else decoder).__name__
             raise Refused(

@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from rope_patch.patching.architecture.mrope_sections import AXES
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.plan import PatchPlan
-from rope_patch.patching.position_guard import parameter_names
 from rope_patch.patching.stamp import innermost_decoders
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.caches import is_paged, known_length
+from rope_patch.transformers_api.forwards import ForwardCall
 
 logger = logging.getLogger("rope_patch")
 
@@ -110,56 +111,41 @@ def outgrown_length(
 
     Reads from a device only if the shapes leave it open.
     """
-    arguments = kwargs
-    if args:
-        arguments = dict(zip(parameter_names(decoder), args, strict=False)) | kwargs
-    if _upper_bound(arguments) <= length:
+    call = ForwardCall(decoder, args, kwargs)
+    if _upper_bound(call) <= length:
         return None
-    longest = _longest_sequence(arguments)
+    longest = _longest_sequence(call)
     return longest if longest > length else None
 
 
-def _upper_bound(arguments: dict[str, Any]) -> int:
+def _upper_bound(call: ForwardCall) -> int:
     """Return a number of tokens that no sequence of a forward exceeds, from shapes alone."""
-    tokens = _tokens(arguments)
+    tokens, cache = call.tokens, call.cache
     if tokens is None or not _is_readable(tokens):
         return 0
-    cache, past = _cached(arguments)
-    if isinstance(past, torch.Tensor):  # a static cache counts on the device
-        past = int(past) if past.device.type == "cpu" else getattr(cache, "max_cache_len", 0)
+    past = 0 if cache is None else known_length(cache)
+    if past is None:  # counted on a device (static), or not at all (paged)
+        past = getattr(cache, "max_cache_len", 0)
     return past + int(tokens.shape[1])
 
 
-def _longest_sequence(arguments: dict[str, Any]) -> int:
+def _longest_sequence(call: ForwardCall) -> int:
     """Return the tokens of a forward's longest sequence, the cached ones included."""
-    positions = arguments.get("position_ids")
+    positions = call.position_ids
     if positions is not None:
         if positions.ndim == 3 and positions.shape[0] > AXES:
             positions = positions[1:]  # M-RoPE: the first are for the mask of packed rows
         is_known = positions.numel() and _is_readable(positions)
         return int(positions.max()) + 1 if is_known else 0
-    mask = arguments.get("attention_mask")
+    mask = call.attention_mask
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() and _is_readable(mask):
         columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
         return int((columns * (mask != 0)).max())  # padding on the right has no position
-    _, past = _cached(arguments)
+    past = 0 if is_paged(call.cache) else call.cached_tokens()
     if isinstance(past, torch.Tensor) and not _is_readable(past):
         return 0
-    tokens = _tokens(arguments)
+    tokens = call.tokens
     return 0 if tokens is None else int(past) + int(tokens.shape[1])
-
-
-def _tokens(arguments: dict[str, Any]) -> torch.Tensor | None:
-    """Return the input of a forward; None without one, which is an error of the model's own."""
-    tokens: torch.Tensor | None = arguments.get("input_ids")
-    return arguments.get("inputs_embeds") if tokens is None else tokens
-
-
-def _cached(arguments: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the cache of a forward and the number of its tokens, which a tensor may hold."""
-    cache: Any = arguments.get("past_key_values")
-    cache = getattr(cache, "self_attention_cache", cache)
-    return cache, cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:

@@ -6,8 +6,6 @@ counts positions from 0 in every process, and silently rotates all parts but the
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Any
 
 from torch import nn
@@ -15,9 +13,8 @@ from torch import nn
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.dynamic import sequence_lengths
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.forwards import TOKENS, ForwardCall, parameter_names
 from rope_patch.utils.errors import Refused
-
-_POSITIONS = "position_ids"
 
 
 class PositionIdsGuard:
@@ -27,14 +24,11 @@ class PositionIdsGuard:
         group: The processes that hold the other parts, if accelerate does not know them.
     """
 
-    def __init__(self, reader: nn.Module) -> None:
+    def __init__(self) -> None:
         self.group: Any = None
-        self._at = parameter_names(reader).index(_POSITIONS)
 
     def __call__(self, reader: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get(_POSITIONS) is not None:
-            return
-        if len(args) > self._at and args[self._at] is not None:
+        if ForwardCall(reader, args, kwargs).position_ids is not None:
             return
         if (self.group or sequence_lengths.context_parallel_group()) is not None:
             raise Refused(
@@ -61,25 +55,11 @@ def install_position_guards(
     readers = [
         module
         for module in model.modules()
-        if {"input_ids", _POSITIONS} <= set(parameter_names(module))
+        if TOKENS in parameter_names(module)
         and any(id(inner) in rotary_ids for inner in module.modules())
     ]
     guards = []
     for reader in readers[1:] or readers:
-        guards.append(PositionIdsGuard(reader))
+        guards.append(PositionIdsGuard())
         undo_log.hook(reader, before=guards[-1])
     return guards
-
-
-def parameter_names(module: nn.Module) -> list[str]:
-    """Return the parameter names of a module's forward."""
-    module_class: Any = type(module)
-    return _parameter_names(module_class)
-
-
-@functools.cache
-def _parameter_names(module_class: Any) -> list[str]:
-    try:
-        return list(inspect.signature(module_class.forward).parameters)[1:]
-    except (TypeError, ValueError):  # a forward without a signature
-        return []

@@ -18,6 +18,7 @@ from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.attention_interception import find_attentions, intercept
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.rope_config import by_layer_type
+from rope_patch.transformers_api.forwards import POSITIONS, rotary_arguments
 from rope_patch.utils.errors import Refused
 
 _OWN_BETA = "llama_4_scaling_beta"
@@ -53,7 +54,7 @@ class QueryScaling:
 
     def before_rotary(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the positions of a forward (pre-hook of the rotary module)."""
-        positions = args[1] if len(args) > 1 else kwargs["position_ids"]
+        _, positions, _ = rotary_arguments(module, args, kwargs)
         if positions is not self._state.positions:
             self._state.positions, self._state.factors = positions, {}
 
@@ -100,7 +101,7 @@ class QueryScaling:
         self, function: Any, module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Call an attention function with scaled queries."""
-        query = self.scale(query, kwargs.get("position_ids"))
+        query = self.scale(query, kwargs.get(POSITIONS))
         return function(module, query, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

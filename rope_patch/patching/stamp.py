@@ -14,16 +14,26 @@ from torch import nn
 
 from rope_patch.methods import Frequencies
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
-from rope_patch.patching.dynamic.cache_record import cache_in_output
 from rope_patch.patching.dynamic.compile_op import UNCAPTURED
 from rope_patch.patching.plan import PatchPlan
-from rope_patch.patching.position_guard import parameter_names
 from rope_patch.patching.start_tokens import start_frequencies
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.caches import (
+    cache_in_output,
+    known_length,
+    self_attention_part,
+)
+from rope_patch.transformers_api.forwards import (
+    CACHE,
+    EMBEDDINGS,
+    TOKENS,
+    ForwardCall,
+    missing_parameters,
+    takes_cache,
+    unknown_forward,
+)
 from rope_patch.utils.checksums import digest
 from rope_patch.utils.errors import Refused
-
-_CACHE = "past_key_values"
 
 
 class StampHooks:
@@ -33,9 +43,8 @@ class StampHooks:
         rotation: The digest of the decoder's rotation; see `rotation_digest`.
     """
 
-    def __init__(self, decoder: nn.Module, rotation: str) -> None:
+    def __init__(self, rotation: str) -> None:
         self.rotation = rotation
-        self._at = parameter_names(decoder).index(_CACHE)
 
     def check_cache(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -45,8 +54,8 @@ class StampHooks:
         Raises:
             ValueError: The cache holds keys of another rotation. The cache stays unchanged.
         """
-        cache = self._cache_of_call(args, kwargs)
-        if cache is None and (cache := kwargs.get("cache")) is None:  # a paged one
+        cache = ForwardCall(decoder, args, kwargs).cache
+        if cache is None:
             return None
         mark = getattr(cache, "rotation", None)
         if mark == self.rotation:
@@ -71,20 +80,13 @@ class StampHooks:
         self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
         """Mark a cache that the decoder made, and note its length (hook of the decoder)."""
-        cache = self._cache_of_call(args, kwargs)
+        cache = ForwardCall(decoder, args, kwargs).cache
         if cache is None:
             cache = cache_in_output(output)
             if cache is None:
                 return
             cache.rotation = self.rotation
         _note_length(cache)
-
-    def _cache_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the cache that a forward call is given, or None."""
-        cache = kwargs.get(_CACHE)
-        if cache is None and len(args) > self._at:
-            cache = args[self._at]
-        return getattr(cache, "self_attention_cache", cache)
 
 
 class StampedPrompt:
@@ -113,7 +115,7 @@ def install_cache_stamps(
         undo_log: Log of the changes.
     """
     for decoder in innermost_decoders(model, rotaries):
-        hooks = StampHooks(decoder, rotation)
+        hooks = StampHooks(rotation)
         undo_log.hook(decoder, before=hooks.check_cache, after=hooks.mark_cache)
     for module in model.modules():
         if hasattr(type(module), "get_prompt") and hasattr(module, "prompt_encoder"):
@@ -128,14 +130,14 @@ def stamp_cache(cache: Any, rotation: str) -> None:
     """
     if not hasattr(cache, "get_seq_length"):
         raise TypeError(f"expected a transformers cache, got {type(cache).__name__}")
-    cache = getattr(cache, "self_attention_cache", cache)
+    cache = self_attention_part(cache)
     cache.rotation = rotation
     _note_length(cache)
 
 
 def _note_length(cache: Any) -> None:
     """Note how many tokens a marked cache holds, unless that needs a read from a device."""
-    cache.rotated_tokens = None if torch.compiler.is_compiling() else _known_length(cache)
+    cache.rotated_tokens = None if torch.compiler.is_compiling() else known_length(cache)
 
 
 def _require_unchanged(cache: Any) -> None:
@@ -146,20 +148,13 @@ def _require_unchanged(cache: Any) -> None:
     """
     if torch.compiler.is_compiling() or (rotated := getattr(cache, "rotated_tokens", None)) is None:
         return
-    length = _known_length(cache)
+    length = known_length(cache)
     if length is not None and length > rotated:
         raise Refused(
             f"the cache holds {length} tokens, of which this rotation rotated {rotated}: the rest "
             "came from the unpatched model, which cannot refuse. Expected a cache that was filled "
             "under this rotation alone: read the text again into a new cache"
         )
-
-
-def _known_length(cache: Any) -> int | None:
-    length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else None
-    if isinstance(length, torch.Tensor):
-        return int(length) if length.device.type == "cpu" else None
-    return length
 
 
 def require_static(method: object, length_hooks: list[Any]) -> None:
@@ -252,22 +247,33 @@ def _add_to_tokens(
     zero: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add 0 to the tokens, so that no compiler drops the op that returned it."""
-    for name in ("input_ids", "inputs_embeds"):
+    for name in (TOKENS, EMBEDDINGS):
         if (tokens := kwargs.get(name)) is not None:
             return args, {**kwargs, name: tokens + zero.to(tokens.device)}
     return (args[0] + zero.to(args[0].device), *args[1:]), kwargs
 
 
 def innermost_decoders(model: nn.Module, rotaries: list[RotaryModule]) -> list[nn.Module]:
-    """Return the innermost modules around the rotary modules that are given a cache."""
+    """Return the innermost modules around the rotary modules that are given tokens and a cache.
+
+    Encoders, which have no cache, are left out.
+
+    Raises:
+        ValueError: Parts of the model have a cache, but it reaches them in a way that is not known.
+    """
     inner: dict[int, nn.Module] = {}
     for rotary in rotaries:
         around = [
             module
             for module in model.modules()
-            if {"input_ids", _CACHE} <= set(parameter_names(module))
+            if len(missing_parameters(module, (TOKENS, EMBEDDINGS))) < 2
+            and not missing_parameters(module, [CACHE])
             and any(part is rotary.module for part in module.modules())
         ]
+        if not around and takes_cache(model):
+            raise unknown_forward(
+                model, [CACHE], "a cache of another rotation could not be refused there"
+            )
         inner |= {id(module): module for module in around[-1:]}
     # An encoder's rotary module is only within the module around both encoder and decoder.
     return [

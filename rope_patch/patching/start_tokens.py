@@ -8,7 +8,6 @@ rotation, so re-rotation leaves them as they are.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from rope_patch.patching.method_wrappers import ContinuedScaling
 from rope_patch.patching.mla_scale import SoftmaxScaled
 from rope_patch.patching.replicas import forward_for_replica
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.forwards import POSITIONS, ForwardCall, parameter_names
 from rope_patch.utils.errors import Refused
 
 
@@ -72,7 +72,7 @@ class StartTokenRotary:
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         extended = self.original_forward(x, position_ids, *args, **kwargs)
-        layer_type = args[0] if args else kwargs.get("layer_type")
+        layer_type = next(iter((*args, *kwargs.values())), None)  # whatever its name
         if layer_type not in self.layer_types and None not in self.layer_types:
             return extended
         if not torch.compiler.is_compiling():
@@ -131,7 +131,7 @@ def install_start_tokens(
     )
     undo_log.set(module, attribute, forward)
     decoder = traits.require_decoder()
-    undo_log.hook(decoder, before=PaddingAwarePositions(decoder))
+    undo_log.hook(decoder, before=PaddingAwarePositions())
 
 
 class PaddingAwarePositions:
@@ -141,27 +141,20 @@ class PaddingAwarePositions:
     matters only with start tokens, because otherwise only distances count.
     """
 
-    def __init__(self, decoder: nn.Module) -> None:
-        self._names = list(inspect.signature(type(decoder).forward).parameters)[1:]
-
     def __call__(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        arguments = dict(zip(self._names, args, strict=False)) | kwargs
-        if arguments.get("position_ids") is not None:
+        call = ForwardCall(decoder, args, kwargs)
+        if call.position_ids is not None:
             return None
-        require_document_positions(arguments)
-        mask = arguments.get("attention_mask")
+        require_document_positions(call)
+        mask, tokens = call.attention_mask, call.tokens
         if not isinstance(mask, torch.Tensor):
             return None
-        tokens = arguments.get("input_ids")
-        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         if tokens is None or mask.ndim != 2 or mask.shape[1] < tokens.shape[1]:
             return None
         steps = tokens.shape[1]
-        cache = arguments.get("past_key_values")
-        cache = getattr(cache, "self_attention_cache", cache)
-        past = cache.get_seq_length() if cache is not None else 0
+        past = call.cached_tokens()
         row_positions = mask.long().cumsum(1) - 1
         # A mask of the new tokens alone does not cover the cached ones.
         row_positions = (
@@ -170,10 +163,10 @@ class PaddingAwarePositions:
             else mask_columns(row_positions, past, steps)
         )
         positions = row_positions.clamp(min=0).to(tokens.device)
-        at = self._names.index("position_ids")
+        at = parameter_names(decoder).index(POSITIONS)
         if len(args) > at:
             return (*args[:at], positions, *args[at + 1 :]), kwargs
-        return args, {**kwargs, "position_ids": positions}
+        return args, {**kwargs, POSITIONS: positions}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from rope_patch.encodings.sinusoidal import sinusoidal_table
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.pictures.panels import Curve, Curves, HeatMap, Picture
 from rope_patch.pictures.picture import PictureOptions, register_picture
+from rope_patch.transformers_api.models import model_file, set_attention_implementation
 
 SENTENCE = ("the", "dog", "chased", "another", "dog")
 _FIRST, _SECOND = (n for n, word in enumerate(SENTENCE) if word == "dog")
@@ -31,7 +32,8 @@ def dog_outputs(width: int, base: float) -> dict[str, torch.Tensor]:
         RoPE. The layer, and an embedding for each word, are the same random ones.
     """
     from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+
+    llama = model_file("llama")
 
     config = LlamaConfig(
         hidden_size=width,
@@ -40,10 +42,10 @@ def dog_outputs(width: int, base: float) -> dict[str, torch.Tensor]:
         head_dim=max(2, width // 4 // 2 * 2),
         rope_parameters={"rope_type": "default", "rope_theta": base},
     )
-    config._attn_implementation = "eager"
+    set_attention_implementation(config, "eager")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layer = LlamaAttention(config, layer_idx=0).double().eval()
+        layer = llama.LlamaAttention(config, layer_idx=0).double().eval()
         # Weights as large as trained ones, so that attention is not uniform.
         for weights in layer.parameters():
             torch.nn.init.normal_(weights, std=2 * width**-0.5)
@@ -51,7 +53,7 @@ def dog_outputs(width: int, base: float) -> dict[str, torch.Tensor]:
             word: torch.randn(width, dtype=torch.float64) for word in dict.fromkeys(SENTENCE)
         }
     words = torch.stack([vectors[word] for word in SENTENCE])[None]
-    rotary = LlamaRotaryEmbedding(config)
+    rotary = llama.LlamaRotaryEmbedding(config)
     everywhere, places = torch.zeros(1, len(SENTENCE)).long(), torch.arange(len(SENTENCE))[None]
     causal = torch.full((len(SENTENCE),) * 2, float("-inf")).double().triu(1)[None, None]
 

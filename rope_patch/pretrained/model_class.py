@@ -12,10 +12,8 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
 )
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
+
+from rope_patch.transformers_api.models import image_text_model_classes, text_model_classes
 
 # Classes besides those that generate text from a text alone.
 _OTHERS = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForMaskedLM, AutoModel)
@@ -38,10 +36,10 @@ def auto_class(config: Any, *, any_kind: bool = False) -> Any:
         for auto in _OTHERS:
             if _class_name(auto, kind) == architectures[0]:
                 return auto
-    if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or config.is_encoder_decoder:
+    if kind not in image_text_model_classes() or config.is_encoder_decoder:
         return AutoModelForCausalLM
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
-        classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    if kind in (text_models := text_model_classes()):
+        classes: Any = text_models[kind]
         first = classes[0] if isinstance(classes, tuple) else classes
         if first.config_class is kind:  # it is the whole model (Gemma 3)
             return AutoModelForCausalLM

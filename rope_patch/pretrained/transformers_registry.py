@@ -14,7 +14,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Method, build, registered_methods
@@ -23,9 +22,12 @@ from rope_patch.methods.dynamic import Dynamic
 from rope_patch.methods.mixed import Mixed
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.rope_config import by_layer_type, config_rope_type, read_geometries
+from rope_patch.transformers_api.models import rope_config_class, rope_functions
 from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
+
+_FUNCTIONS, _CONFIG_CLASS = rope_functions(), rope_config_class()
 
 # rope_types whose meaning is transformers' own, also in versions that are too old to know them.
 _NATIVE_ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
@@ -58,15 +60,13 @@ def register_rope_types() -> None:
             _require_own_entries()
             return
         names = _names_to_register()
-        conflicts = {
-            name: ROPE_INIT_FUNCTIONS[name] for name in names if name in ROPE_INIT_FUNCTIONS
-        }
+        conflicts = {name: _FUNCTIONS[name] for name in names if name in _FUNCTIONS}
         if conflicts:
             raise _name_conflict(conflicts)
         for name in names:
             compute, validate = _make_compute(name), _make_validate(name)
-            ROPE_INIT_FUNCTIONS[name] = compute
-            setattr(RotaryEmbeddingConfigMixin, _validator(name), validate)
+            _FUNCTIONS[name] = compute
+            setattr(_CONFIG_CLASS, _validator(name), validate)
             _entries.append((name, compute, validate))
 
 
@@ -78,16 +78,16 @@ def unregister_rope_types() -> None:
     """
     with _lock:
         for name, compute, validate in _entries:
-            if ROPE_INIT_FUNCTIONS.get(name) is compute:
-                del ROPE_INIT_FUNCTIONS[name]
+            if _FUNCTIONS.get(name) is compute:
+                del _FUNCTIONS[name]
             else:
                 logger.warning(
                     "rope_type %r was registered by somebody else after "
                     "rope_patch.register_rope_types(), and stays as it is",
                     name,
                 )
-            if vars(RotaryEmbeddingConfigMixin).get(_validator(name)) is validate:
-                delattr(RotaryEmbeddingConfigMixin, _validator(name))
+            if vars(_CONFIG_CLASS).get(_validator(name)) is validate:
+                delattr(_CONFIG_CLASS, _validator(name))
         _entries.clear()
 
 
@@ -105,7 +105,7 @@ def to_native_rope_parameters(config: Any) -> dict[str, Any]:
             continue
         method = _build_method(name, parameters)
         native = method.rope_parameters(_geometry(config, layer_type, parameters))
-        if native["rope_type"] != "default" and native["rope_type"] not in ROPE_INIT_FUNCTIONS:
+        if native["rope_type"] != "default" and native["rope_type"] not in _FUNCTIONS:
             continue
         our_keys = {"type", *_COMMON_KEYS, *(option.name for option in fields(method))}
         others = {key: value for key, value in parameters.items() if key not in our_keys}
@@ -115,9 +115,7 @@ def to_native_rope_parameters(config: Any) -> dict[str, Any]:
 
 def needs_registration(name: Any) -> bool:
     """Return whether transformers lacks a rope_type that `register_rope_types()` adds."""
-    return (
-        isinstance(name, str) and name in _names_to_register() and name not in ROPE_INIT_FUNCTIONS
-    )
+    return isinstance(name, str) and name in _names_to_register() and name not in _FUNCTIONS
 
 
 def _names_to_register() -> list[str]:
@@ -128,9 +126,7 @@ def _names_to_register() -> list[str]:
         # A map of positions lies in attention, which no rotary module can change.
         and not issubclass(method_class, PositionMap)
         # A later transformers may have one of our names, too.
-        and not str(getattr(ROPE_INIT_FUNCTIONS.get(name), "__module__", "")).startswith(
-            "transformers."
-        )
+        and not str(getattr(_FUNCTIONS.get(name), "__module__", "")).startswith("transformers.")
     ]
 
 
@@ -140,16 +136,16 @@ def _validator(name: str) -> str:
 
 def _require_own_entries() -> None:
     conflicts = {
-        name: ROPE_INIT_FUNCTIONS[name]
+        name: _FUNCTIONS[name]
         for name, compute, _ in _entries
-        if ROPE_INIT_FUNCTIONS.get(name, compute) is not compute
+        if _FUNCTIONS.get(name, compute) is not compute
     }
     if conflicts:
         raise _name_conflict(conflicts)
     for name, compute, validate in _entries:  # another library may have removed one
-        ROPE_INIT_FUNCTIONS.setdefault(name, compute)
-        if not hasattr(RotaryEmbeddingConfigMixin, _validator(name)):
-            setattr(RotaryEmbeddingConfigMixin, _validator(name), validate)
+        _FUNCTIONS.setdefault(name, compute)
+        if not hasattr(_CONFIG_CLASS, _validator(name)):
+            setattr(_CONFIG_CLASS, _validator(name), validate)
 
 
 def _name_conflict(functions: dict[str, Any]) -> ValueError:

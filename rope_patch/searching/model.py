@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.searching.candidates import SearchSpace
+from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils import provenance
 from rope_patch.utils.checksums import digest
 from rope_patch.utils.processes import Processes
@@ -97,7 +98,7 @@ def run_identity(model: Any, space: SearchSpace) -> dict[str, Any]:
         "weights": provenance.fingerprint(model),
         "dtype": str(model.dtype),
         "device": model.device.type,
-        "attention": str(getattr(model.config, "_attn_implementation", None)),
+        "attention": attention_implementation(model.config),
         "theta": geometry.theta,
         "rotary_dim": geometry.rotary_dim,
         "layer_type": geometry.layer_type,

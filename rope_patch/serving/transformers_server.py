@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rope_patch.patching.dynamic.batching_guard import require_batching
 from rope_patch.pretrained.loading import load
 from rope_patch.pretrained.sidecar import SIDECAR
+from rope_patch.transformers_api.generation import served_folder, server
 from rope_patch.utils.errors import Refused
 
 
@@ -30,15 +30,14 @@ def serve(arguments: Sequence[str]) -> None:
     import typer
 
     try:
-        from transformers.cli.serve import Serve
-        from transformers.cli.serving import model_manager
+        command, model_manager = server()
     except ImportError as error:
         raise Refused(
             f"this transformers has no server that loads models by a manager ({error}): expected "
             "a newer release (pip install -U 'transformers[serving]')"
         ) from error
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(Serve)
+    app.command()(command)
     with _manager_replaced(model_manager):
         try:
             app(list(arguments), prog_name="rope-patch serve", standalone_mode=False)
@@ -61,15 +60,15 @@ def patched_manager(manager_class: Any) -> Any:
             super().__init__(*args, continuous_batching=continuous_batching, **kwargs)
 
         def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-            folder = model_id_and_revision.rpartition("@")[0]
-            if not (Path(folder) / SIDECAR).is_file():
+            folder = served_folder(model_id_and_revision)
+            if not (folder / SIDECAR).is_file():
                 return super()._load_model(model_id_and_revision, *args, **kwargs)
             settings = {
                 "attn_implementation": self.attn_implementation,
                 "quantization_config": self.get_quantization_config(),
             }
             given = {name: value for name, value in settings.items() if value is not None}
-            model = load(folder, device_map=self.device, dtype=self.dtype, **given)
+            model = load(str(folder), device_map=self.device, dtype=self.dtype, **given)
             if self.batches_continuously:
                 require_batching(model)
             return model

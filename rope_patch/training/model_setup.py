@@ -42,6 +42,7 @@ from rope_patch.training.objective.teacher import (
 from rope_patch.training.objective.terms import Objective
 from rope_patch.training.objective.z_loss import ZLoss
 from rope_patch.training.settings import Settings
+from rope_patch.transformers_api.training import liger_patcher
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.provenance import fingerprint
 
@@ -232,7 +233,7 @@ def liger_kernels_without_conflicts(liger: dict[str, bool] | None) -> dict[str, 
 def add_liger(model: Any, config: dict[str, bool] | None) -> None:
     """Apply Liger's kernels to a model, as the Trainer does by itself."""
     try:
-        from transformers.integrations.liger import apply_liger_kernel
+        apply_liger_kernel = liger_patcher()
     except ImportError as error:
         raise ValueError(
             "use_liger_kernel: this transformers has it in its Trainer only: leave out --loop"

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch.inference.prefix_reader import input_device
+from rope_patch.transformers_api.forwards import cache_arguments
 from rope_patch.verifying.engine import Engine, Observation
 from rope_patch.verifying.probe_prompts import ProbePrompt
 
@@ -40,7 +41,7 @@ class LocalModel(Engine):
         piece, written, values = list(ids), [], []
         for _ in range(count):
             inputs = torch.tensor([piece], device=self._device)
-            logits = self._model(inputs, past_key_values=cache).logits[0, -1]
+            logits = self._model(inputs, **cache_arguments(self._model, cache)).logits[0, -1]
             log_probs = logits.float().log_softmax(-1)
             piece = [int(log_probs.argmax())]
             written += piece

@@ -15,6 +15,7 @@ from rope_patch.patching import patch_rotation
 from rope_patch.patching.frequency_buffers import set_frequencies
 from rope_patch.patching.mla_scale import base_softmax_scale, find_mla_attentions
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.forwards import cache_arguments
 from rope_patch.verifying.asked_rotation import AskedRotation
 from rope_patch.verifying.hypothesis import WRAPS, Hypothesis, Rotation
 from rope_patch.verifying.probe_prompts import ProbePrompt
@@ -75,7 +76,7 @@ class Reference:
                 with ExitStack() as step:
                     if hypothesis.keeps_stale_keys:
                         step.enter_context(self.rotated(hypothesis.rotation(read)))
-                    parts.append(self.model(piece, past_key_values=cache).logits[0])
+                    parts.append(self.model(piece, **cache_arguments(self.model, cache)).logits[0])
         logits = torch.cat(parts)[[p - 1 for p in prompt.scored]]
         return _gather(logits, ids[0, list(prompt.scored)])
 

@@ -57,7 +57,7 @@ def test_rows_have_the_logits_of_their_prompts(model):
     for step in range(3):
         fed = torch.tensor([[ids[-1]] for ids in rows])
         with torch.no_grad():
-            got = model(fed, use_cache=True, **batch.inputs(fed.device)).logits[:, -1]
+            got = model(fed, use_cache=True, **batch.inputs(model, fed.device)).logits[:, -1]
         expected = torch.stack([one_pass(model, ids) for ids in rows])
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
         if step == 0:  # the last row takes the first one's place

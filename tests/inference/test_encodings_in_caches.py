@@ -58,7 +58,7 @@ def test_rows_of_a_batch_are_as_single_prompts(model):
         batch.fill_row(row, reader(ids))
     for _ in range(3):
         tokens = torch.tensor([ids[-1:] for ids in prompts])
-        logits = model(tokens, **batch.inputs(tokens.device)).logits[:, -1]
+        logits = model(tokens, **batch.inputs(model, tokens.device)).logits[:, -1]
         for row, ids in enumerate(prompts):
             torch.testing.assert_close(logits[row], last_logits(model, ids), rtol=1e-4, atol=1e-4)
         prompts = [[*ids, int(row.argmax())] for ids, row in zip(prompts, logits, strict=True)]

@@ -25,10 +25,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers
 import triton
 from torch import nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers import LlamaConfig
 from triton.backends.compiler import GPUTarget
 
 from rope_patch.benchmarks.kernels.shapes import SHAPES, VIEWS, Problem, Shape
@@ -38,7 +37,9 @@ from rope_patch.patching.architecture.attention_source import APPLY
 from rope_patch.patching.kernels import attention_forward
 from rope_patch.patching.kernels.position_passthrough import PositionPassthrough
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.models import model_file
 
+apply_rotary_pos_emb = model_file("llama").apply_rotary_pos_emb  # a patch rebinds this name
 _TARGET = GPUTarget("cuda", 90, 32)
 _STEPS = 5  # timed as one, because a clock's tick counts beside a single step
 
@@ -112,12 +113,12 @@ class _Layers:
             device=torch.device("cpu"),
         )  # fmt: skip
         self.attentions = [self._attention() for _ in range(shape.layers)]
-        config = transformers.LlamaConfig(
+        config = LlamaConfig(
             num_attention_heads=shape.heads,
             hidden_size=shape.heads * shape.head_dim,
             head_dim=shape.head_dim,
         )
-        self.rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+        self.rotary = model_file("llama").LlamaRotaryEmbedding(config)
         sample = self.problem.sample(0)
         self.q, self.k = sample.q.detach(), sample.k.detach()
 
@@ -125,9 +126,7 @@ class _Layers:
         shape = self.problem.shape
         if shape.norm is None:
             return RotatingAttention()
-        modeling = importlib.import_module(
-            f"transformers.models.{shape.family}.modeling_{shape.family}"
-        )
+        modeling = model_file(shape.family)
         norms = [getattr(modeling, shape.norm)(shape.head_dim).bfloat16() for _ in range(2)]
         return NormingAttention(norms)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from rope_patch.benchmarks.kernels.shapes import Problem, Shape
 from rope_patch.evaluation.report.format import one_line
+from rope_patch.transformers_api.models import model_file
 
 # Takes queries and keys `[B, S, H, D]`, returns both rotated `[B, H, S, D]`, for attention.
 Call = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -110,7 +110,7 @@ def _transformers(problem: Problem) -> Call:
 
 def _modeling(problem: Problem) -> Any:
     family = problem.shape.family
-    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    return model_file(family)
 
 
 def _norms(problem: Problem, modeling: Any) -> list[Callable[[torch.Tensor], torch.Tensor]]:

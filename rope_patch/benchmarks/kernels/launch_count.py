@@ -23,6 +23,7 @@ from rope_patch.benchmarks.kernels.implementations import Unavailable, describe_
 from rope_patch.benchmarks.kernels.operator_count import OperatorCount
 from rope_patch.benchmarks.kernels.shapes import Shape
 from rope_patch.ops.dispatch import is_interpreted, triton_unavailable_reason
+from rope_patch.transformers_api.forwards import cache_arguments
 
 _PROMPT = 2  # tokens
 
@@ -83,11 +84,11 @@ def count_launches(model: Any, device: torch.device) -> LaunchCounts:
     """Return the launches of a model's decode step, after one that warms it up."""
     ids = torch.arange(3, 3 + _PROMPT + 2, device=device)[None]
     cache = DynamicCache(config=model.config)
-    model(ids[:, :_PROMPT], past_key_values=cache)
-    model(ids[:, _PROMPT:-1], past_key_values=cache)
+    model(ids[:, :_PROMPT], **cache_arguments(model, cache))
+    model(ids[:, _PROMPT:-1], **cache_arguments(model, cache))
     counts = LaunchCounts()
     with _profiled(counts) if device.type == "cuda" else _dispatched(counts):
-        model(ids[:, -1:], past_key_values=cache)
+        model(ids[:, -1:], **cache_arguments(model, cache))
     return counts
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import DynamicCache
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from rope_patch.patching import current
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.forwards import cache_arguments
+from rope_patch.transformers_api.models import decoder_layer_class, decoder_output
 from rope_patch.utils.progress import progress_bar
 
 BLOCK = 64  # positions whose mean loss is kept
@@ -193,7 +193,8 @@ def _hidden_states(model: Any, tokens: torch.Tensor, label: str) -> torch.Tensor
     sliding = any(DynamicCache(config=config).is_sliding)
     cache = DynamicCache(config=config) if sliding and length > PREFILL_CHUNK else None
     starts = range(0, length, length if cache is None else PREFILL_CHUNK)
-    layers = [m for m in model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layer_class = decoder_layer_class()
+    layers = [m for m in model.base_model.modules() if isinstance(m, layer_class)]
     handle, total = current(model), len(layers) * len(starts)
     # leave=None: the bar goes when it runs within a bar that counts passes.
     with progress_bar(total=total, desc=f"perplexity, {label}", unit="layer", leave=None) as bar:
@@ -205,8 +206,8 @@ def _hidden_states(model: Any, tokens: torch.Tensor, label: str) -> torch.Tensor
             for start in starts:
                 part = tokens[:, start : start + starts.step]
                 with torch.no_grad():
-                    cache_arguments = {"past_key_values": cache, "use_cache": cache is not None}
-                    parts.append(model.base_model(part, **cache_arguments).last_hidden_state)
+                    given = {**cache_arguments(model, cache), "use_cache": cache is not None}
+                    parts.append(model.base_model(part, **given).last_hidden_state)
             return torch.cat(parts, dim=1)
         finally:
             if handle is not None:
@@ -222,7 +223,7 @@ def _lm_head_logits(model: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> t
     caps and scales of logits are the model's own, in every architecture.
     """
     swaps = UndoLog()
-    output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
+    output = decoder_output(hidden)
     swaps.set(model.base_model, "forward", lambda *_, **__: output)
     try:
         with torch.no_grad():

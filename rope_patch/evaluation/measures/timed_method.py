@@ -22,6 +22,7 @@ from rope_patch.extension import Extension
 from rope_patch.patching import Patch, patch_rotation
 from rope_patch.patching.dynamic.cache_record import RotationRecord
 from rope_patch.patching.position_maps.position_record import PositionRecord
+from rope_patch.transformers_api.forwards import cache_arguments
 
 WARMUP_TOKENS = 4  # decoded before any that counts: allocator and compiler have settled by then
 
@@ -139,8 +140,8 @@ class TimedMethod:
 
     def _forward(self, ids: torch.Tensor, start: int, cache: Any) -> Callable[[], Any]:
         at = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        cache_arguments = {"position_ids": at, "past_key_values": cache}  # what generate gives
-        return partial(self.model, ids, **cache_arguments, use_cache=True, logits_to_keep=1)
+        given = {"position_ids": at, **cache_arguments(self.model, cache)}  # what generate gives
+        return partial(self.model, ids, **given, use_cache=True, logits_to_keep=1)
 
 
 def make_timed_method(name: str, model: Any, extension: Extension | None) -> TimedMethod:

@@ -14,13 +14,15 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-APPLY = "apply_rotary_pos_emb"
+from rope_patch.transformers_api.models import APPLY_ROTATION as APPLY
+
 _ANGLES = ("cos", "sin")
 
 # How a cache is updated, in the form of `ast.unparse`.
 _UPDATE = re.compile(
     r"if (?P<cache>\w+) is not None:\n"
-    r" +(?P<k>\w+), (?P<v>\w+) = (?P=cache)\.update\((?P=k), (?P=v), self\.layer_idx\)"
+    r" +(?P<k>\w+), (?P<v>\w+) = "
+    r"(?P=cache)\.update\((?P=k), (?P=v), self\.layer_idx(, kwargs=kwargs)?\)"
 )
 
 # Calls that change a tensor's shape, but none of its numbers.
@@ -136,6 +138,8 @@ def _cache_after(function: Any, call: ast.Call) -> str | None:
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
+
+    From transformers 5.24 on, `kwargs=kwargs` follows, for paged caches.
     """
     rotations = [i for i, statement in enumerate(function.body) if _rebinds(statement, call, 2)]
     if not rotations or rotations[0] + 1 == len(function.body):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +9,23 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch.rope_config import by_layer_type
+from rope_patch.transformers_api.forwards import (
+    CACHE,
+    MASK,
+    POSITIONS,
+    TOKENS,
+    missing_parameters,
+)
+from rope_patch.transformers_api.releases import installed_release
 from rope_patch.utils.errors import Refused
 
 CANNOT_FOLLOW_YET = (
     "cannot be followed in a cache yet: use a method whose frequencies stay, such as yarn"
 )
+
+
+# What the forward of a decoder must be given, so that the length of each row can be followed.
+DECODER_ARGUMENTS = (TOKENS, POSITIONS, MASK, CACHE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,15 +82,39 @@ def find_owner(model: nn.Module, rotary: RotaryModule) -> nn.Module:
 
 
 def find_decoder(model: nn.Module, rotary: RotaryModule) -> nn.Module | None:
-    """Return the innermost module around a rotary module that takes positions and a cache."""
-    decoder = None
-    names = {"input_ids", "position_ids", "past_key_values"}
+    """Return the innermost module around a rotary module that is given all `DECODER_ARGUMENTS`."""
+    return _innermost(model, rotary, DECODER_ARGUMENTS)
+
+
+def find_reader(model: nn.Module, rotary: RotaryModule) -> nn.Module | None:
+    """Return the innermost module around a rotary module that is given tokens."""
+    return _innermost(model, rotary, (TOKENS,))
+
+
+def why_no_decoder(reader: nn.Module | None) -> str:
+    """Return why a rotary module belongs to no decoder that can be followed.
+
+    Args:
+        reader: From `find_reader`.
+    """
+    release = installed_release()
+    if reader is None:
+        return f"is within no module that is given tokens, in {release}"
+    missing = " and no ".join(missing_parameters(reader, DECODER_ARGUMENTS))
+    return (
+        f"belongs to {type(reader).__name__}, whose forward in {release} takes no {missing} under "
+        "a name that this package knows"
+    )
+
+
+def _innermost(model: nn.Module, rotary: RotaryModule, needed: tuple[str, ...]) -> nn.Module | None:
+    innermost = None
     for module in model.modules():  # outer modules come first
-        if names <= inspect.signature(type(module).forward).parameters.keys() and any(
+        if not missing_parameters(module, needed) and any(
             inner is rotary.module for inner in module.modules()
         ):
-            decoder = module
-    return decoder
+            innermost = module
+    return innermost
 
 
 def is_mrope(module: Any, config: Any) -> bool:

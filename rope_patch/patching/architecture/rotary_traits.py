@@ -25,7 +25,9 @@ from rope_patch.patching.architecture.rotary_modules import (
     RotaryModule,
     find_decoder,
     find_owner,
+    find_reader,
     is_mrope,
+    why_no_decoder,
 )
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.frequency_buffers import set_frequencies
@@ -44,7 +46,8 @@ class RotaryTraits:
         rotary: The rotary module.
         config: The text config of the unpatched model.
         owner: The module's parent.
-        decoder: The innermost module around it that takes tokens, positions and a cache, if any.
+        reader: The innermost module around it whose forward takes tokens, if any.
+        decoder: The innermost one that takes positions, a mask and a cache, too, if any.
         probe: A module of the same class (`make_probe`), which never changes.
         frequencies: The unpatched frequencies of each layer type.
     """
@@ -52,6 +55,7 @@ class RotaryTraits:
     rotary: RotaryModule
     config: Any
     owner: nn.Module
+    reader: nn.Module | None
     decoder: nn.Module | None
     probe: Any
     frequencies: dict[str | None, Frequencies]
@@ -70,8 +74,9 @@ class RotaryTraits:
         """
         probe = make_probe(rotary, config)
         frequencies = probe_frequencies(probe, rotary)
-        owner, decoder = find_owner(model, rotary), find_decoder(model, rotary)
-        return cls(rotary, config, owner, decoder, probe, frequencies)
+        reader, decoder = find_reader(model, rotary), find_decoder(model, rotary)
+        owner = find_owner(model, rotary)
+        return cls(rotary, config, owner, reader, decoder, probe, frequencies)
 
     @property
     def name(self) -> str:
@@ -85,13 +90,18 @@ class RotaryTraits:
             is_owner: Whether it must be the owner, so that one module rotates all layers.
 
         Raises:
-            ValueError: No decoder's forward takes positions and a cache.
+            ValueError: No decoder's forward takes all of `DECODER_ARGUMENTS`.
         """
         if self.decoder is not None and (self.decoder is self.owner or not is_owner):
             return self.decoder
+        why = (
+            why_no_decoder(self.reader)
+            if self.decoder is None
+            else f"is a part of {type(self.owner).__name__}, and not of the decoder itself"
+        )
         raise Refused(
-            f"{self.name} does not belong to a decoder that is given positions and a cache, so no "
-            "length can be followed: use a method whose frequencies stay, such as yarn"
+            f"{self.name} {why}, so no length can be followed: use a method whose frequencies "
+            "stay, such as yarn"
         )
 
     @property

@@ -12,6 +12,7 @@ from torch import nn
 
 from rope_patch.patching.architecture.rotary_modules import CANNOT_FOLLOW_YET
 from rope_patch.rope_config import by_layer_type
+from rope_patch.transformers_api.models import APPLY_ROTATION
 from rope_patch.utils.errors import Refused
 
 # Layers that share another layer's keys cache none themselves.
@@ -105,5 +106,5 @@ def _rotation_conditions(module_class: Any) -> frozenset[tuple[str, bool]]:
         for expected, branch in ((True, choice.body), (False, choice.orelse))
         for part in branch
         for call in ast.walk(part)
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "apply_rotary_pos_emb"
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == APPLY_ROTATION
     )

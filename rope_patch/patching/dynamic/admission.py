@@ -23,10 +23,14 @@ from rope_patch.patching.dynamic.sequence_lengths import (
     prompt_positions,
 )
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.forwards import cache_among
+from rope_patch.transformers_api.generation import (
+    GENERATE,
+    PREPARE_CACHE,
+    PREPARE_LENGTH,
+    generating_modules,
+)
 from rope_patch.utils.errors import Refused
-
-# transformers' methods that generate calls once each, in this order.
-_LENGTH, _CACHE = "_prepare_generated_length", "_prepare_cache_for_generation"
 
 
 class Admission(threading.local):
@@ -64,7 +68,7 @@ class Admission(threading.local):
         """
         if is_draft and self.lengths is not None:
             return  # early exit drafts for the outer generate's rows
-        cached = cached_positions(model_kwargs.get("past_key_values"))
+        cached = cached_positions(cache_among(model_kwargs))
         positions, last = prompt_positions(model_kwargs, cached, *self.prompt)
         spans = first_and_last_positions(positions).tolist()
         self.lengths = [
@@ -123,14 +127,14 @@ def watch_admission(
     for decoder, _, hooks in length_hooks:
         if not hooks.method.fixed_at_admission:
             continue
-        for module in model.modules():
-            if hasattr(type(module), _CACHE) and any(m is decoder for m in module.modules()):
-                for name, wrapper in (
-                    ("generate", _Generate),
-                    (_LENGTH, _PrepareLength),
-                    (_CACHE, _PrepareCache),
-                ):
-                    undo_log.set(module, name, wrapper(getattr(module, name), hooks))
+        wrappers: dict[str, type[WrappedMethod]] = {
+            GENERATE: _Generate,
+            PREPARE_LENGTH: _PrepareLength,
+            PREPARE_CACHE: _PrepareCache,
+        }
+        for module in generating_modules(model, decoder, *wrappers):
+            for name, wrapper in wrappers.items():
+                undo_log.set(module, name, wrapper(getattr(module, name), hooks))
 
 
 class _Generate(WrappedMethod):

@@ -21,9 +21,12 @@ from rope_patch.patching.dynamic.sequence_lengths import (
     prompt_positions,
 )
 from rope_patch.patching.undo_log import UndoLog
-
-# transformers' method that assisted decoding calls once.
-_FACTORY_METHOD = "_get_candidate_generator"
+from rope_patch.transformers_api.forwards import EMBEDDINGS, cache_among
+from rope_patch.transformers_api.generation import (
+    CANDIDATE_GENERATOR,
+    drafts_at_least_one,
+    generating_modules,
+)
 
 
 def limit_candidates(
@@ -37,17 +40,9 @@ def limit_candidates(
         undo_log: Log of the changes.
     """
     for decoder, _, hooks in length_hooks:
-        for module in model.modules():
-            # Only on the model itself: wrappers such as PEFT's and torch.compile's pass the call
-            # on.
-            if hasattr(type(module), _FACTORY_METHOD) and any(
-                m is decoder for m in module.modules()
-            ):
-                undo_log.set(
-                    module,
-                    _FACTORY_METHOD,
-                    _LimitedGeneratorFactory(getattr(module, _FACTORY_METHOD), hooks),
-                )
+        for module in generating_modules(model, decoder, CANDIDATE_GENERATOR):
+            factory = _LimitedGeneratorFactory(getattr(module, CANDIDATE_GENERATOR), hooks)
+            undo_log.set(module, CANDIDATE_GENERATOR, factory)
 
 
 class _LimitedGeneratorFactory:
@@ -80,9 +75,9 @@ class _SequencePositions:
         self, input_ids: torch.Tensor, model_kwargs: dict[str, Any], axes: int | None
     ) -> None:
         self.tokens = input_ids.shape[1]
-        embeddings = model_kwargs.get("inputs_embeds")
+        embeddings = model_kwargs.get(EMBEDDINGS)
         width = max(self.tokens, 0 if embeddings is None else embeddings.shape[1])
-        cached = cached_positions(model_kwargs.get("past_key_values"))
+        cached = cached_positions(cache_among(model_kwargs))
         positions, last = prompt_positions(model_kwargs, cached, width, input_ids.device, axes)
         self.first, self.largest = first_and_last_positions(positions)[0].tolist()
         self.last = last[0]
@@ -117,15 +112,11 @@ class _CandidateLimit:
         self, input_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens = input_ids.shape[1]
-        from transformers.generation.candidate_generator import (
-            UniversalSpeculativeDecodingGenerator,
-        )
-
         room = self.room(tokens)
         draft_tokens = getattr(self.generator, "num_assistant_tokens", None)
         if draft_tokens is not None:
             # This generator expects a candidate in every round: it drafts one, dropped below.
-            least = 1 if isinstance(self.generator, UniversalSpeculativeDecodingGenerator) else 0
+            least = 1 if drafts_at_least_one(self.generator) else 0
             self.generator.num_assistant_tokens = min(draft_tokens, max(room, least))
         try:
             ids, scores = self.original_get(input_ids, *args, **kwargs)

@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.caches import is_paged, require_counted_cache
+from rope_patch.transformers_api.generation import (
+    START_BATCHING,
+    batching_manager,
+    batching_modules,
+)
 from rope_patch.utils.errors import Refused
 
 if TYPE_CHECKING:
     from rope_patch.patching.dynamic.hooks import LengthHooks
 
-_ENTRY_METHOD = "init_continuous_batching"  # `generate_batch` and the context manager call it, too
-_MANAGER_ATTRIBUTE = "_cached_continuous_batching_manager"
 _ROTATION_ATTRIBUTE = "_rope_patch_rotation"
 
 
@@ -43,7 +47,7 @@ class BatchingGuard:
         refusal: str | None,
     ) -> None:
         self.module = module
-        self.original_method = getattr(module, _ENTRY_METHOD)
+        self.original_method = getattr(module, START_BATCHING)
         self.rotation = rotation
         self.length_hooks = length_hooks
         self.refusal = refusal
@@ -62,7 +66,7 @@ class BatchingGuard:
             return self.original_method(*args, **kwargs)
         lengths = [f"{hooks.fixed_length:g}" for hooks in self.length_hooks]
         rotation = " ".join([self.rotation, *lengths])
-        manager = vars(self.module).get(_MANAGER_ATTRIBUTE)
+        manager = batching_manager(self.module)
         if manager is not None and vars(manager).get(_ROTATION_ATTRIBUTE) != rotation:
             raise Refused(manager_refusal(self.module))
         manager = self.original_method(*args, **kwargs)
@@ -91,10 +95,9 @@ def guard_batching(
         length_hooks: The patch's hooks that follow lengths.
         refusal: Why any paged cache is refused; None if it is not.
     """
-    for module in model.modules():
-        if hasattr(type(module), _ENTRY_METHOD):
-            guard = BatchingGuard(module, rotation, length_hooks, refusal)
-            undo_log.set(module, _ENTRY_METHOD, guard)
+    for module in batching_modules(model):
+        guard = BatchingGuard(module, rotation, length_hooks, refusal)
+        undo_log.set(module, START_BATCHING, guard)
 
 
 def require_batching(model: nn.Module) -> None:
@@ -104,24 +107,25 @@ def require_batching(model: nn.Module) -> None:
         ValueError: It does. The message says why, and what to do instead.
     """
     for module in model.modules():
-        guard = vars(module).get(_ENTRY_METHOD)
+        guard = vars(module).get(START_BATCHING)
         while isinstance(guard, BatchingGuard):
             guard.check()
             guard = guard.original_method
 
 
-def require_no_paged_cache(arguments: dict[str, Any], refusal: str) -> None:
+def require_no_paged_cache(cache: Any, refusal: str) -> None:
     """Raise if the keys of a forward call go to a paged cache.
 
     Args:
-        arguments: The decoder's arguments, by name.
+        cache: What the forward is given, or None.
         refusal: The message, which names what to use instead.
 
     Raises:
-        ValueError: They do.
+        ValueError: They do, or the cache does not count its tokens.
     """
-    if arguments.get("cache") is not None:
+    if is_paged(cache):
         raise Refused(refusal)
+    require_counted_cache(cache)
 
 
 def require_no_batching_manager(model: nn.Module) -> None:
@@ -131,7 +135,7 @@ def require_no_batching_manager(model: nn.Module) -> None:
         ValueError: It does. The message says how to remove the manager.
     """
     for module in model.modules():
-        if vars(module).get(_MANAGER_ATTRIBUTE) is not None:
+        if batching_manager(module) is not None:
             raise Refused(manager_refusal(module))
 
 

@@ -12,41 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, cache_utils
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
 
+from rope_patch.transformers_api.caches import (
+    INDEXED_LAYERS,
+    REROTATABLE_LAYERS,
+    Cache,
+    CacheLayerMixin,
+    StaticLayer,
+    layer_classes,
+)
 from rope_patch.utils.errors import Refused
 
 UNKNOWN = torch.nan
-
-# Layers with the state of a linear attention beside the keys; transformers 5.0 has some of them.
-_HYBRID_LAYERS = (
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-    "LinearAttentionAndStaticFullAttentionLayer",
-    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
-)
-
-_REROTATABLE_LAYERS = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-    *(getattr(cache_utils, name) for name in _HYBRID_LAYERS if hasattr(cache_utils, name)),
-)
-
-# With the keys of an indexer (sparse attention) beside the others; transformers 5.0 has none.
-_INDEXED_LAYERS = tuple(
-    getattr(cache_utils, name)
-    for name in ("DynamicIndexedLayer", "StaticIndexedLayer")
-    if hasattr(cache_utils, name)
-)
 
 
 @dataclass
@@ -99,6 +76,11 @@ class RotationRecord:
         moved = (rows(self.positions), rows(self.row_spans), rows(self.frequencies))
         return RotationRecord(self.patch_id, *moved, self.static, self.layout)
 
+    def forget_spans(self) -> None:
+        """Have the rows' first and last positions read again, because tokens left the cache."""
+        self.row_spans = self.row_spans.clone()
+        self.row_spans[:, :2] = UNKNOWN
+
     def append(self, past: Any, new: torch.Tensor) -> None:
         """Record the positions of new tokens.
 
@@ -132,6 +114,11 @@ class CacheWithRecord(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)
         self._rearrange_record(lambda rows: rows[indices.to(rows.device)])
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        super().crop(*args, **kwargs)
+        if isinstance(self.rotation, RotationRecord):
+            self.rotation.forget_spans()  # rows may be shorter now than their frequencies serve
 
     def reset(self) -> None:
         super().reset()
@@ -199,22 +186,11 @@ def get_record(
         if past == 0:
             return None  # nothing is left to re-rotate
         record.positions = record.positions[:, :past]
-        record.row_spans = record.row_spans.clone()
-        record.row_spans[:, :2] = UNKNOWN
+        record.forget_spans()
     if record.patch_id != patch_id:
         record.patch_id = patch_id
         record.row_spans = torch.full_like(record.row_spans, UNKNOWN)
     return record
-
-
-def cache_in_output(output: Any) -> Any:
-    """Return the cache in a decoder's output, which may be a tuple; None if there is none."""
-    parts = output if isinstance(output, tuple) else [getattr(output, "past_key_values", None)]
-    for part in parts:
-        cache = getattr(part, "self_attention_cache", part)
-        if hasattr(cache, "get_seq_length"):
-            return cache
-    return None
 
 
 def cached_positions(cache: Any) -> torch.Tensor | None:
@@ -289,12 +265,10 @@ def require_rerotatable_cache(cache: Any, *, has_indexers: bool = False) -> None
     Raises:
         ValueError: The message names what to use instead.
     """
-    layers = [] if cache is None else cache.layers or [cache.layer_class_to_replicate]
-    for layer in layers:
-        layer_class = layer if isinstance(layer, type) else type(layer)
-        if has_indexers and layer_class in _INDEXED_LAYERS:
+    for layer_class in layer_classes(cache):
+        if has_indexers and layer_class in INDEXED_LAYERS:
             continue
-        if layer_class in _REROTATABLE_LAYERS or not issubclass(layer_class, CacheLayerMixin):
+        if layer_class in REROTATABLE_LAYERS or not issubclass(layer_class, CacheLayerMixin):
             continue
         raise Refused(
             f"the keys of a {type(cache).__name__} ({layer_class.__name__}) cannot be rotated "

@@ -18,8 +18,12 @@ import torch
 from torch import nn
 
 from rope_patch.patching.undo_log import UndoLog
-
-_PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+from rope_patch.transformers_api.forwards import MASK, POSITIONS
+from rope_patch.transformers_api.generation import (
+    PREPARE_INPUTS,
+    UPDATE_ARGUMENTS,
+    has_stock_step,
+)
 
 
 class _TensorSnapshot:
@@ -119,23 +123,19 @@ def watch_generate(
     """
     for decoder, _, hooks in length_hooks:
         for module in model.modules():
-            stock = all(_is_stock(module, name) for name in (_PREPARE, _UPDATE))
+            stock = all(has_stock_step(module, name) for name in (PREPARE_INPUTS, UPDATE_ARGUMENTS))
             if stock and any(inner is decoder for inner in module.modules()):
-                undo_log.set(module, _PREPARE, _PrepareInputs(getattr(module, _PREPARE), hooks))
-                undo_log.set(module, _UPDATE, _UpdateModelKwargs(getattr(module, _UPDATE), hooks))
-
-
-def _is_stock(module: nn.Module, name: str) -> bool:
-    from transformers import GenerationMixin  # a slow import, which models have done already
-
-    own = getattr(type(module), name, None)
-    return own is getattr(GenerationMixin, name) and name not in vars(module)
+                for name, wrapper in (
+                    (PREPARE_INPUTS, _PrepareInputs),
+                    (UPDATE_ARGUMENTS, _UpdateModelKwargs),
+                ):
+                    undo_log.set(module, name, wrapper(getattr(module, name), hooks))
 
 
 def _position_source(model_kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the tensor that generate extends: position_ids, else the attention mask."""
-    positions = model_kwargs.get("position_ids")
-    return model_kwargs.get("attention_mask") if positions is None else positions
+    positions = model_kwargs.get(POSITIONS)
+    return model_kwargs.get(MASK) if positions is None else positions
 
 
 class WrappedMethod:
@@ -154,7 +154,7 @@ class WrappedMethod:
 class _PrepareInputs(WrappedMethod):
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = self.original_method(*args, **kwargs)
-        self.hooks.generation_loop.prepare(_position_source(kwargs), inputs.get("position_ids"))
+        self.hooks.generation_loop.prepare(_position_source(kwargs), inputs.get(POSITIONS))
         return inputs
 
 

@@ -37,7 +37,6 @@ position, or when several tokens come at once.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -46,7 +45,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
@@ -61,7 +59,6 @@ from rope_patch.patching.dynamic.cache_record import (
     UNKNOWN,
     RotationRecord,
     attach_record,
-    cache_in_output,
     cached_keys,
     carries_gradients,
     empty_positions,
@@ -82,6 +79,8 @@ from rope_patch.patching.dynamic.sequence_lengths import (
 )
 from rope_patch.patching.frequency_buffers import forward_per_row
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.caches import Cache, cache_in_output, is_paged
+from rope_patch.transformers_api.forwards import ForwardCall, rotary_arguments
 
 
 class ForwardState(threading.local):
@@ -143,7 +142,6 @@ class LengthHooks:
         self.slices = self.frequency_table.slices
         self.row_width = self.frequency_table.row_width
         self.record_layout = (tuple(self.slices.items()), method.start_token_count)
-        self._parameter_names = list(inspect.signature(type(decoder).forward).parameters)[1:]
         self._start_thread_state()
 
     def _start_thread_state(self) -> None:
@@ -170,32 +168,27 @@ class LengthHooks:
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Bring cache and frequencies to the rows' new lengths (pre-hook of the decoder)."""
-        arguments = (
-            kwargs if not args else dict(zip(self._parameter_names, args, strict=False)) | kwargs
-        )
-        tokens = arguments.get("input_ids")
-        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+        call = ForwardCall(decoder, args, kwargs)
+        tokens, cache = call.tokens, call.cache
         if tokens is None:
             return  # the model raises an error of its own
         if self.fixed_length is None:
-            require_no_paged_cache(arguments, paged_cache_refusal(self.method))
-        cache = arguments.get("past_key_values")
-        cache = getattr(cache, "self_attention_cache", cache)
+            require_no_paged_cache(cache, paged_cache_refusal(self.method))
+        elif is_paged(cache):
+            cache = None  # its keys stay as they are, whoever asks for them
         if torch.compiler.is_compiling() and carries_gradients(cache):
             # The op would lose gradients. Imported here, because the module imports the compiler.
             from rope_patch.patching.graph_break import call_outside_graph
 
-            call_outside_graph(self.prepare, arguments, tokens, cache)
+            call_outside_graph(self.prepare, call, tokens, cache)
         else:
-            self.prepare(arguments, tokens, cache)
+            self.prepare(call, tokens, cache)
 
-    def prepare(self, arguments: dict[str, Any], tokens: torch.Tensor, cache: Any) -> None:
+    def prepare(self, call: ForwardCall, tokens: torch.Tensor, cache: Any) -> None:
         """Update record, frequencies and cached keys for the tokens of a forward."""
-        past = cache.get_seq_length() if cache is not None else 0
-        if isinstance(past, torch.Tensor) and arguments.get("cache_position") is not None:
-            past = arguments["cache_position"][0]  # transformers 5.0 counts static slots by content
+        past = 0 if cache is None else call.cached_tokens()
         shared = self._sharing_group() is not None
-        new = token_positions(arguments, tokens, past, shared=shared, axes=self.axes)
+        new = token_positions(call, tokens, past, shared=shared, axes=self.axes)
         record = get_record(cache, past, new.shape[0], self.record_layout, self.patch_id)
         if record is None:
             if self.fixed_length is None and not self.method.fixed_at_admission:
@@ -219,10 +212,10 @@ class LengthHooks:
                 self.op_handle,
             )
         else:
-            counted = arguments.get("position_ids") is None and isinstance(past, int)
+            counted = call.position_ids is None and isinstance(past, int)
             # A whole sequence without padding or gaps: its length needs no reading.
-            plain = counted and past == 0 and arguments.get("attention_mask") is None
-            known_positions = self.generation_loop.take(arguments.get("position_ids"))
+            plain = counted and past == 0 and call.attention_mask is None
+            known_positions = self.generation_loop.take(call.position_ids)
             self._state.rows = self.update_rows(
                 record.row_spans,
                 record.frequencies,
@@ -244,12 +237,11 @@ class LengthHooks:
 
     def before_rotary(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the frequencies of this forward (pre-hook of the rotary module)."""
-        layer_type = args[2] if len(args) > 2 else kwargs.get("layer_type")
+        x, positions, layer_type = rotary_arguments(module, args, kwargs)
         if layer_type not in self.attribute_names:
             return
         rows = self._state.rows
         if rows is None:  # called outside the decoder: only its positions are known
-            positions = args[1] if len(args) > 1 else kwargs["position_ids"]
             if self.axes is not None:
                 positions = axis_positions(positions, self.axes)
             record = RotationRecord.empty(
@@ -258,7 +250,6 @@ class LengthHooks:
             rows = self.update_rows(
                 record.row_spans, record.frequencies, positions, positions, lambda: ()
             )
-        x = args[0] if args else kwargs["x"]
         inv_freq, scale = self.frequency_table.per_layer_type(rows, layer_type, x.device)
         name, scale_name = self.attribute_names[layer_type]
         if torch.compiler.is_compiling():  # local to the graph: no lock

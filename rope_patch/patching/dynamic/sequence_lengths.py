@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
+from rope_patch.transformers_api.forwards import MASK, POSITIONS, ForwardCall
 from rope_patch.utils.errors import Refused
 
 
 def token_positions(
-    arguments: dict[str, Any],
+    call: ForwardCall,
     tokens: torch.Tensor,
     past: Any,
     *,
@@ -22,7 +23,7 @@ def token_positions(
     """Return the positions of a forward call's tokens.
 
     Args:
-        arguments: The decoder's arguments, by name.
+        call: The decoder's call.
         tokens: Ids or embeddings, `[B, S, ...]`.
         past: Tokens in the cache before them.
         shared: Whether other processes hold other parts of the sequences.
@@ -36,14 +37,14 @@ def token_positions(
             more or fewer of them than tokens.
     """
     batch, steps = tokens.shape[:2]
-    positions = arguments.get("position_ids")
+    positions = call.position_ids
     if positions is None:
         if shared:
             raise Refused(
                 "under context parallelism each process sees a part of the sequence: expected "
                 "position_ids, which say where the tokens stand in the whole of it"
             )
-        require_document_positions(arguments)
+        require_document_positions(call)
         if steps == 1 and isinstance(past, int):  # a shortcut for decode steps
             positions = torch.full((batch, 1), past, device=tokens.device)
         else:
@@ -58,7 +59,7 @@ def token_positions(
             )
     if positions.shape[0] != batch:
         positions = positions.expand(batch, *positions.shape[1:])
-    mask = arguments.get("attention_mask")
+    mask = call.attention_mask
     # Masks of other shapes, and the position_ids beside them, were made from a 2-D one.
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= steps:
         new = mask_columns(mask, past, steps).to(positions.device).bool()
@@ -86,7 +87,7 @@ def prompt_positions(
         Positions of all tokens, -1 for none, `[B, S]`, or `[1, S]` for equal rows, and `[B, S, A]`
         with axes; and the position of each row's last token, the highest one of its axes.
     """
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    mask, positions = model_kwargs.get(MASK), model_kwargs.get(POSITIONS)
     if axes is None and positions is not None and positions.ndim != 2:
         positions = None  # such positions belong to other axes than this decoder's
     if positions is None and mask is not None:
@@ -124,16 +125,16 @@ def axis_positions(position_ids: torch.Tensor, axes: int) -> torch.Tensor:
     return positions.expand(axes, -1, -1).movedim(0, -1)
 
 
-def require_document_positions(arguments: dict[str, Any]) -> None:
+def require_document_positions(call: ForwardCall) -> None:
     """Raise if packed rows come without the positions that tell where a document begins.
 
     Args:
-        arguments: The decoder's arguments, by name, without `position_ids`.
+        call: A decoder's call without `position_ids`.
 
     Raises:
         ValueError: Flash attention's `cu_seq_lens_q` packs the rows.
     """
-    if arguments.get("cu_seq_lens_q") is not None:
+    if call.is_packed:
         raise Refused(
             "cu_seq_lens_q says that rows are packed, and a token's place in its document decides "
             "how it is rotated: expected position_ids beside it, which start anew with each "

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.patching.dynamic.cache_record import cache_in_output
+from rope_patch.transformers_api.caches import cache_in_output
+from rope_patch.transformers_api.forwards import ForwardCall
 from rope_patch.utils.errors import Refused
 
-_CACHE = "past_key_values"
 TABLE_MARK = "position_table"  # the attribute of a cache that names its table
 
 
@@ -32,7 +32,7 @@ class CacheGuard:
         Raises:
             ValueError: The cache holds tokens of another table. It stays unchanged.
         """
-        cache = kwargs.get(_CACHE)
+        cache = ForwardCall(decoder, args, kwargs).cache
         if cache is None or torch.compiler.is_compiling() or not hasattr(cache, "get_seq_length"):
             return
         if getattr(cache, TABLE_MARK, None) == self.table:
@@ -48,7 +48,7 @@ class CacheGuard:
 
     def mark(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Mark a cache that the decoder made (hook)."""
-        cache = kwargs.get(_CACHE)
+        cache = ForwardCall(decoder, args, kwargs).cache
         cache = cache_in_output(output) if cache is None else cache
         if cache is not None:
             setattr(cache, TABLE_MARK, self.table)

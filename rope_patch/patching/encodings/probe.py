@@ -18,6 +18,7 @@ from rope_patch.patching.encodings.sighting import (
     Sightings,
     TableSighting,
 )
+from rope_patch.transformers_api.models import set_attention_implementation
 from rope_patch.utils.errors import Refused, one_line
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def small_config(config: Any) -> Any:
     if not hasattr(config, "initializer_range"):  # Pix2Struct's text part asks for it
         config.initializer_range = 0.02
     config.use_cache = False  # one layer may have no cache that counts tokens
-    config._attn_implementation = "eager"  # other kernels may need a GPU
+    set_attention_implementation(config, "eager")  # other kernels may need a GPU
     if (types := getattr(config, "attention_types", None)) is not None:  # GPT-Neo
         config.attention_types = [[types[0][0], 1]]
         config.attention_layers = config.attention_layers[:1]

@@ -14,6 +14,7 @@ from rope_patch.encodings.alibi import device_slopes, linear_slopes, ntk_slopes
 from rope_patch.patching.encodings.key_mask import KeyMask
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.models import attention_implementation
 
 # Fields of configs that say the length of pretraining; BLOOM's and Falcon's code reads none.
 _LENGTH_FIELDS = ("max_seq_len", "seq_length", "max_position_embeddings")
@@ -189,7 +190,9 @@ class SlopeHook:
         """
         argument, mask, bias = self.site.argument, kwargs[_MASK], kwargs[self.site.argument]
         config = next(vars(part)["config"] for part in layer.modules() if "config" in vars(part))
-        is_fused = config._attn_implementation == "sdpa" and not kwargs.get("output_attentions")
+        is_fused = attention_implementation(config) == "sdpa" and not kwargs.get(
+            "output_attentions"
+        )
         times = (1 if is_fused else 2) / math.sqrt(self.site.head_dim)
         built = key_mask.exact_bias(slopes * times, mask.dtype)
         return {

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import cache_utils
-from transformers.cache_utils import Cache, StaticLayer
 
 from rope_patch.ops import qk_norm_rope, rope, rope_into_cache, use_triton
+from rope_patch.transformers_api.caches import CACHE_FILE, Cache, StaticLayer
 
 # As transformers has them, before anybody replaces them on the classes.
 _CACHE_UPDATE = Cache.update
@@ -34,7 +33,7 @@ _PLAIN_TYPES = frozenset((torch.Tensor, nn.Parameter))
 def _is_own(function: Any) -> bool:
     """Return whether a function's code is from the file of transformers' caches."""
     return getattr(function, "__code__", None) is not None and (
-        function.__code__.co_filename == cache_utils.__file__
+        function.__code__.co_filename == CACHE_FILE
     )
 
 
@@ -60,7 +59,7 @@ def _probe_update() -> bool:
                 parts = [x[:, :, first : first + count] for x in states]
                 for x, part in zip(expected, parts, strict=True):
                     x[:, :, first : first + count] = part
-                got = layer.update(*parts)
+                got = layer.update(*parts, kwargs={})
                 if got[0] is not layer.keys or got[1] is not layer.values:
                     return False
                 if not all(x.equal(y) for x, y in zip(got, expected, strict=True)):
@@ -153,25 +152,32 @@ class CacheWrite:
         return out, k
 
     def update(
-        self, k: torch.Tensor, v: torch.Tensor, layer_idx: int
+        self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do what the cache's update does, after the rotation if that is still to be done."""
+        """Do what the cache's update does, after the rotation if that is still to be done.
+
+        Args:
+            k: Keys.
+            v: Values.
+            layer_idx: The layer.
+            options: Of the attention's forward, which paged caches read (transformers 5.24).
+        """
         rotation, self._rotation = self._rotation, None
         if rotation is None:
-            return self.cache.update(k, v, layer_idx)
+            return self.cache.update(k, v, layer_idx, **options)
         q, _, positions, packed_freqs, norms, interleaved, kernels, out = rotation
-        options: Any = {"interleaved": interleaved, "heads_dim": 1, "kernels": kernels, **norms}
+        how: Any = {"interleaved": interleaved, "heads_dim": 1, "kernels": kernels, **norms}
         layer = self.layer
         if v.dtype != k.dtype or v.shape[:3] != k.shape[:3] or not self._fits(v, "values"):
             op: Any = qk_norm_rope if norms else rope
-            rotated, k = op(q, k, positions=positions, packed_freqs=packed_freqs, **options)
+            rotated, k = op(q, k, positions=positions, packed_freqs=packed_freqs, **how)
             out.copy_(rotated)
-            return self.cache.update(k, v, layer_idx)
+            return self.cache.update(k, v, layer_idx, **options)
         if not layer.is_initialized:
             layer.lazy_initialization(k, v)
         rope_into_cache(
             q, k, v, layer.keys, layer.values, layer.cumulative_length, positions, packed_freqs,
-            out=out, **options,
+            out=out, **how,
         )  # fmt: skip
         layer.cumulative_length.add_(k.shape[2])
         return layer.keys, layer.values

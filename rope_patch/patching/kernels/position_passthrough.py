@@ -85,7 +85,7 @@ class PositionPassthrough:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not use_exact_positions(x, self.kernels):
             return self.original_forward(x, position_ids, *args, **kwargs)
-        layer_type = args[0] if args else kwargs.get("layer_type")
+        layer_type = next(iter((*args, *kwargs.values())), None)  # whatever its name
         return position_ids, self.packed_frequencies(layer_type, x.device)
 
     def packed_frequencies(self, layer_type: str | None, device: torch.device) -> torch.Tensor:

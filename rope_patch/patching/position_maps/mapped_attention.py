@@ -20,6 +20,8 @@ from rope_patch.patching.position_maps.parts import attend_by_parts
 from rope_patch.patching.position_maps.position_hooks import PositionHooks
 from rope_patch.patching.position_maps.shift_tables import ShiftRotation
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.forwards import POSITIONS
+from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils.errors import Refused
 
 _OTHER_METHODS = "use a method that changes frequencies, such as yarn"
@@ -55,7 +57,7 @@ class MappedAttention:
         Where no query meets a key at another distance than its own, the function itself is called.
         So it is where the layer has a window, beyond which it sees no keys.
         """
-        view = self.hooks.view_of(query, kwargs.get("position_ids"))
+        view = self.hooks.view_of(query, kwargs.get(POSITIONS))
         if not view.is_mapped or kwargs.get("sliding_window"):
             return function(module, query, key, value, attention_mask, *args, **kwargs)
         if args:
@@ -80,7 +82,7 @@ class MappedAttention:
             each.requires_grad for each in (query, key, value)
         )
         needs_weights = bool(kwargs.get("output_attentions")) or (
-            getattr(module.config, "_attn_implementation", None) == "eager"
+            attention_implementation(module.config) == "eager"
         )
         is_simple = view.is_consecutive and view.is_causal and options.softcap is None
         if is_simple and options.dropout == 0 and not needs_gradients and not needs_weights:

@@ -8,21 +8,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
 
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching.dynamic.batching_guard import position_map_refusal, require_no_paged_cache
 from rope_patch.patching.dynamic.cache_record import (
     attach_record,
-    cache_in_output,
     empty_positions,
     get_record,
 )
 from rope_patch.patching.dynamic.sequence_lengths import context_parallel_group, token_positions
-from rope_patch.patching.position_guard import parameter_names
 from rope_patch.patching.position_maps.forward_view import ForwardView
 from rope_patch.patching.position_maps.position_record import PositionRecord
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.caches import Cache, cache_in_output, self_attention_part
+from rope_patch.transformers_api.forwards import ForwardCall
 from rope_patch.utils.errors import Refused
 
 
@@ -72,28 +71,19 @@ class PositionHooks:
 
     def prepare(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the positions of a forward's tokens, and view them beside those of its cache."""
-        arguments = kwargs
-        if args:
-            arguments = dict(zip(parameter_names(decoder), args, strict=False)) | kwargs
-        tokens = arguments.get("input_ids")
-        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+        call = ForwardCall(decoder, args, kwargs)
+        tokens, cache = call.tokens, call.cache
         if tokens is None:
             return  # the model raises an error of its own
-        require_no_paged_cache(arguments, position_map_refusal(self.position_map))
+        require_no_paged_cache(cache, position_map_refusal(self.position_map))
         if context_parallel_group() is not None:
             raise Refused(
                 f"{self.position_map} compares each query with all keys of its sequence, and under "
                 "context parallelism a process has a part of them: expected a method that changes "
                 "frequencies alone, such as yarn"
             )
-        cache = arguments.get("past_key_values")
-        cache = getattr(cache, "self_attention_cache", cache)
-        past = cache.get_seq_length() if cache is not None else 0
-        if isinstance(past, torch.Tensor):
-            if arguments.get("cache_position") is not None:
-                past = arguments["cache_position"][0]  # transformers 5.0 counts by content
-            past = int(past)
-        new = token_positions(arguments, tokens, past, shared=False)
+        past = int(call.cached_tokens())
+        new = token_positions(call, tokens, past, shared=False)
         record: Any = get_record(cache, past, new.shape[0], self.layout, self.patch_id)
         if record is None:
             empty = empty_positions(cache, new)
@@ -103,7 +93,7 @@ class PositionHooks:
         if cache is not None:
             attach_record(cache, record)
         self._state.pending_record = record if cache is None else None
-        mask = arguments.get("attention_mask")
+        mask = call.attention_mask
         is_causal = (
             mask is None
             or (
@@ -124,7 +114,7 @@ class PositionHooks:
 
     def accept_cache(self, cache: Any, positions: torch.Tensor | None) -> None:
         """Attach a record of the positions of a cache's tokens; see `Patch.accept_cache`."""
-        cache = getattr(cache, "self_attention_cache", cache)
+        cache = self_attention_part(cache)
         tokens = int(cache.get_seq_length())
         if not tokens:
             return  # an empty cache needs no record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from typing import Any
 
@@ -11,12 +10,21 @@ from torch import nn
 
 from rope_patch.patching.active import current
 from rope_patch.patching.architecture.probe import call_rotary, make_probe
-from rope_patch.patching.architecture.rotary_modules import find_decoder, find_rotaries, is_mrope
+from rope_patch.patching.architecture.rotary_modules import (
+    find_decoder,
+    find_reader,
+    find_rotaries,
+    is_mrope,
+    why_no_decoder,
+)
 from rope_patch.patching.dynamic.batching_guard import require_no_batching_manager
 from rope_patch.patching.replacement.encoding import DecoderShape
 from rope_patch.patching.replacement.handle import EncodedModel, current_encode
 from rope_patch.patching.replacement.hooks import require_implementation
 from rope_patch.patching.replacement.registry import build_encoding
+from rope_patch.transformers_api.forwards import MASK, cache_parameter, parameter_names
+from rope_patch.transformers_api.models import attention_implementation
+from rope_patch.transformers_api.releases import installed_release
 from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
@@ -58,7 +66,7 @@ def encode(model: nn.Module, name: str, **options: Any) -> EncodedModel:
         float(getattr(config, "initializer_range", 0.02)),
     )
     encoding, values = build_encoding(name, shape, options)
-    require_implementation(encoding, config._attn_implementation)
+    require_implementation(encoding, attention_implementation(config))
     weight: Any = next(decoder.parameters())
     encoding.to(weight.device, weight.dtype)
     encoding.train(decoder.training)
@@ -85,11 +93,15 @@ def _decoder(model: nn.Module) -> Any:
     config: Any = rotary.module.config
     name = type(model).__name__
     decoder: Any = find_decoder(model, rotary)
+    if decoder is None:
+        why = why_no_decoder(find_reader(model, rotary))
+        raise Refused(f"the rotation of {name} {why}: expected a decoder of texts")
     layers = list(getattr(decoder, "layers", None) or ())
     attentions = [getattr(layer, "self_attn", None) for layer in layers]
     if not layers or not all(_takes_rotation(each) for each in attentions):
         raise Refused(
-            f"{name} has no layers whose self_attn is given its rotation (position_embeddings): "
+            f"{name} has no layers whose self_attn is given its rotation, a mask and a cache "
+            f"(position_embeddings, attention_mask), in {installed_release()}: "
             "expected a decoder of Llama's kind, such as LlamaForCausalLM or Qwen3ForCausalLM"
         )
     if is_mrope(rotary.module, config):
@@ -109,4 +121,5 @@ def _decoder(model: nn.Module) -> Any:
 def _takes_rotation(attention: Any) -> bool:
     if attention is None or not hasattr(attention, "layer_idx"):
         return False
-    return "position_embeddings" in inspect.signature(type(attention).forward).parameters
+    names = parameter_names(attention)
+    return {"position_embeddings", MASK} <= {*names} and cache_parameter(attention) is not None

@@ -96,7 +96,7 @@ class EncodedModel:
             refusal = f"the encoding {encoding.name!r}" if encoding.reads_slots else None
             guard_batching(self.model, log, refusal=refusal and slots_refusal(refusal))
             log.hook(decoder, before=shared.forget, after=shared.forget)
-            log.hook(decoder, before=PositionsHook(decoder))
+            log.hook(decoder, before=PositionsHook())
             if isinstance(encoding, AbsoluteEncoding):
                 log.hook(decoder.layers[0], before=TableHook(encoding))
             for index, layer in enumerate(decoder.layers):

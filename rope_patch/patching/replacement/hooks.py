@@ -16,6 +16,14 @@ import torch
 from torch import nn
 
 from rope_patch.patching.replacement.encoding import AbsoluteEncoding, BiasEncoding, Encoding, Span
+from rope_patch.transformers_api.forwards import (
+    MASK,
+    POSITIONS,
+    ForwardCall,
+    cache_among,
+    parameter_names,
+)
+from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils.errors import Refused
 
 BY_MASK = ("eager", "sdpa")
@@ -81,7 +89,7 @@ class AttentionHook:
     def __call__(
         self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        implementation = attention.config._attn_implementation
+        implementation = attention_implementation(attention.config)
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         kwargs = dict(kwargs)
         if not self.encoding.rotates(self.index):
@@ -91,12 +99,12 @@ class AttentionHook:
             if implementation in BY_BIAS:
                 kwargs["position_bias"] = self._position_bias(attention, hidden, kwargs)
             else:
-                kwargs["attention_mask"] = self._mask(attention, hidden, kwargs)
+                kwargs[MASK] = self._mask(attention, hidden, kwargs)
         return args, kwargs
 
     def _mask(self, attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """Return the mask of a call with the bias in it, `[B or 1, H, Q, K]`."""
-        given: Any = kwargs.get("attention_mask")
+        given: Any = kwargs.get(MASK)
 
         def compute(span: Span) -> torch.Tensor:
             mask = span.keys <= span.queries[:, None] if given is None else given
@@ -123,7 +131,7 @@ class AttentionHook:
         mask: Any,
         compute: Callable[[Span], torch.Tensor],
     ) -> torch.Tensor:
-        slots, positions = Slots.of(attention, hidden, kwargs), kwargs.get("position_ids")
+        slots, positions = Slots.of(attention, hidden, kwargs), kwargs.get(POSITIONS)
         # A checkpointed layer runs again alone in the backward pass, and must compute the same.
         alone = self.layer.training and getattr(self.layer, "gradient_checkpointing", False)
         # Where the first key is a tensor, its number could not be compared without waiting for it.
@@ -150,7 +158,7 @@ class TableHook:
     def __call__(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positions = kwargs.get("position_ids")
+        positions = kwargs.get(POSITIONS)
         if positions is None:
             raise Refused(
                 f"{type(layer).__name__} was given no position_ids, which the encoding "
@@ -174,27 +182,22 @@ class PositionsHook:
     transformers counts slots where no `position_ids` are given, which does not matter to rotation.
     """
 
-    def __init__(self, decoder: nn.Module) -> None:
-        self.names = list(inspect.signature(type(decoder).forward).parameters)[1:]
-
     def __call__(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        mask: Any = given.get("attention_mask")
-        if given.get("position_ids") is not None or not isinstance(mask, torch.Tensor):
+        call = ForwardCall(decoder, args, kwargs)
+        mask, tokens = call.attention_mask, call.tokens
+        if call.position_ids is not None or not isinstance(mask, torch.Tensor):
             return None
         if mask.ndim != 2:
             return None
-        tokens = given.get("input_ids")
-        tokens = given.get("inputs_embeds") if tokens is None else tokens
         if tokens is None or mask.shape[1] < tokens.shape[1]:
             return None
         counted = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        if "position_ids" in self.names[: len(args)]:  # given as None, by position
-            at = self.names.index("position_ids")
+        at = parameter_names(decoder).index(POSITIONS)
+        if at < len(args):  # given as None, by position
             return (*args[:at], counted, *args[at + 1 :]), kwargs
-        return args, {**kwargs, "position_ids": counted}
+        return args, {**kwargs, POSITIONS: counted}
 
 
 def require_implementation(encoding: Encoding, implementation: str) -> None:
@@ -251,7 +254,7 @@ class Slots:
             hidden: Its hidden states, `[B, Q, D]`.
             kwargs: Its other arguments, or those of its layer, which has the same cache.
         """
-        cache, queries = kwargs.get("past_key_values"), hidden.shape[1]
+        cache, queries = cache_among(kwargs), hidden.shape[1]
         if cache is None:
             return cls(queries, queries)
         layer: int = attention.layer_idx

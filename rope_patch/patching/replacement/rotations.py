@@ -26,6 +26,7 @@ from rope_patch.patching.replacement.hooks import Slots
 from rope_patch.patching.replacement.registry import register_encoding
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.rope_config import by_layer_type
+from rope_patch.transformers_api.models import ATTENTION_FUNCTIONS
 from rope_patch.utils.errors import Refused
 
 
@@ -155,7 +156,7 @@ class Xpos(RotaryEncoding):
         for layer in owner.layers:
             attention = layer.self_attn
             code: Any = undecorated_forward(type(attention))
-            if "ALL_ATTENTION_FUNCTIONS" not in code.__code__.co_names:
+            if ATTENTION_FUNCTIONS not in code.__code__.co_names:
                 raise Refused(
                     f"{type(attention).__name__} does not hand its queries to one of transformers' "
                     "attention functions, so xpos cannot scale them"

@@ -1,0 +1,17 @@
+"""What the package leans on in transformers, asked in one place.
+
+transformers moves: it renames arguments, moves classes and changes what a cache holds, from one
+release to the next. Every such name and shape is asked here, by one small function or constant
+each, whose text says which releases have which form. The rest of the package imports from
+`transformers` only what its own top level offers. So a new release costs one folder.
+
+- `forwards`: the arguments of a forward, by kind before name: tokens, positions, mask, cache.
+- `caches`: classes of caches and their layers, paged caches, the cache in an output.
+- `generation`: the steps of `generate`, continuous batching, and `transformers serve`.
+- `models`: registries of rotations, attentions and model classes, and parts of models.
+- `training`: what the Trainer calls.
+- `releases`: the installed release, and the newest one that was tested.
+
+What is looked for and not there is refused by name, together with the installed release; nothing
+here returns a guess. Open `forwards` first.
+"""

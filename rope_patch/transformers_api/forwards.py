@@ -1,0 +1,228 @@
+"""Arguments of forwards: their names, and what a call was given, found by kind before name.
+
+A cache is the argument whose annotation or value is a `Cache`, whatever it is called. It is
+`past_key_values` up to transformers 5.23 and `cache` from 5.24 on, where callers may use the old
+name until 5.40; hooks run ahead of the decorator that translates it, and see either. Continuous
+batching passes its paged cache as `cache` in all releases.
+
+Tokens (`input_ids`, `inputs_embeds`), `position_ids` and `attention_mask` have had these names in
+all releases of 5. Tensors cannot be told apart by their kind, so a forward without one of these
+names is refused where its argument is needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.transformers_api.caches import is_cache, self_attention_part
+from rope_patch.transformers_api.releases import installed_release
+from rope_patch.utils.errors import Refused
+
+CACHE_NAMES = ("cache", "past_key_values")
+TOKENS, EMBEDDINGS = "input_ids", "inputs_embeds"
+POSITIONS, MASK = "position_ids", "attention_mask"
+CACHE = "a cache"  # in messages, as its name is not what counts
+
+# By class, because asking takes longer than a small kernel. (Dynamo warns of `functools.cache`.)
+_PARAMETERS: dict[type, dict[str, inspect.Parameter]] = {}
+_CACHE_PARAMETERS: dict[type, str | None] = {}
+
+
+class ForwardCall:
+    """The arguments of one call of a forward.
+
+    Attributes:
+        arguments: By name.
+    """
+
+    __slots__ = ("arguments",)
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.arguments = (
+            dict(zip(parameter_names(module), args, strict=False)) | kwargs if args else kwargs
+        )
+
+    @property
+    def tokens(self) -> torch.Tensor | None:
+        """Return ids `[B, S]` or embeddings `[B, S, D]`; None without, an error of the model's."""
+        tokens = self.arguments.get(TOKENS)
+        return self.arguments.get(EMBEDDINGS) if tokens is None else tokens
+
+    @property
+    def position_ids(self) -> torch.Tensor | None:
+        """Return the positions as given, `[B, S]`, or `[A, B, S]` with several axes (M-RoPE)."""
+        return self.arguments.get(POSITIONS)
+
+    @property
+    def attention_mask(self) -> Any:
+        """Return the mask as given: `[B, S]`, a mask of another form, or None."""
+        return self.arguments.get(MASK)
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether flash attention's arguments say that rows hold several documents."""
+        return self.arguments.get("cu_seq_lens_q") is not None
+
+    @property
+    def cache(self) -> Any:
+        """Return the cache of self-attention that the forward is given, or None."""
+        return cache_among(self.arguments)
+
+    def cached_tokens(self) -> Any:
+        """Return how many tokens the cache holds: a number, or a tensor of one (static caches).
+
+        transformers 5.0 counts the slots of a static cache by their content, which is wrong for
+        keys of zeros, and passes `cache_position` beside it; later releases count, and pass none.
+        """
+        cache = self.cache
+        past = 0 if cache is None else cache.get_seq_length()
+        if isinstance(past, torch.Tensor):
+            cache_position = self.arguments.get("cache_position")
+            return past if cache_position is None else cache_position[0]
+        return past
+
+
+def rotary_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, str | None]:
+    """Return what a rotary module's forward is given, by its order: x, positions, layer type.
+
+    The third is there in modules of several layer types alone (Gemma 3).
+
+    Args:
+        module: The rotary module.
+        args: The call's.
+        kwargs: The call's.
+    """
+    names = parameter_names(module)
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    layer_type = arguments.get(names[2]) if len(names) > 2 else None
+    return arguments[names[0]], arguments[names[1]], layer_type
+
+
+def cache_among(arguments: dict[str, Any]) -> Any:
+    """Return the cache of self-attention among a forward's or generate's arguments, or None.
+
+    Args:
+        arguments: By name; several names may hold None.
+    """
+    for name in CACHE_NAMES:
+        if (value := arguments.get(name)) is not None:
+            return self_attention_part(value)
+    for value in arguments.values():
+        if is_cache(value):
+            return self_attention_part(value)
+    return None
+
+
+def parameter_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the parameter names of a module's forward, without `self`."""
+    return tuple(_parameters(type(module)))
+
+
+def cache_parameter(module: nn.Module) -> str | None:
+    """Return the parameter of a module's forward that takes a cache, or None."""
+    module_class = type(module)
+    if module_class not in _CACHE_PARAMETERS:
+        _CACHE_PARAMETERS[module_class] = _find_cache_parameter(module_class)
+    return _CACHE_PARAMETERS[module_class]
+
+
+def takes_cache(module: nn.Module) -> bool:
+    """Return whether a module, or a part of it, is given a cache in whatever way.
+
+    A part that updates a layer of something by its `layer_idx` has a cache, even where no argument
+    is known as one.
+    """
+    return any(
+        cache_parameter(part) is not None or _updates_layer(type(part)) for part in module.modules()
+    )
+
+
+def missing_parameters(module: nn.Module, needed: Iterable[str]) -> list[str]:
+    """Return those of the needed parameters that a module's forward does not have.
+
+    Args:
+        module: The module.
+        needed: Of `TOKENS`, `POSITIONS`, `MASK` and `CACHE`.
+    """
+    names = parameter_names(module)
+    return [
+        name
+        for name in needed
+        if (cache_parameter(module) is None if name == CACHE else name not in names)
+    ]
+
+
+def cache_arguments(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """Return the keyword argument that gives a model a cache; nothing for None.
+
+    Args:
+        model: A model of transformers, or something around one that passes arguments on.
+        cache: The cache.
+
+    Raises:
+        ValueError: No forward within the model takes a cache.
+    """
+    if cache is None:
+        return {}
+    for module in model.modules():
+        if (name := cache_parameter(module)) is not None:
+            return {name: cache}
+    raise Refused(
+        f"no forward of {type(model).__name__} has an argument for a cache that this package knows "
+        f"in {installed_release()}: expected a model that generates"
+    )
+
+
+def unknown_forward(module: nn.Module, missing: Iterable[str], why: str) -> Refused:
+    """Return the error for a forward that lacks what a patch needs of it.
+
+    Args:
+        module: The module.
+        missing: What its forward does not take.
+        why: What that is needed for.
+    """
+    return Refused(
+        f"{type(module).__name__} of {installed_release()} takes no {' and no '.join(missing)} "
+        f"under a name that this package knows, and {why}"
+    )
+
+
+def _parameters(module_class: Any) -> dict[str, inspect.Parameter]:
+    if module_class not in _PARAMETERS:
+        try:
+            signature = inspect.signature(module_class.forward)
+            _PARAMETERS[module_class] = dict(list(signature.parameters.items())[1:])
+        except (TypeError, ValueError):  # a forward without a signature
+            _PARAMETERS[module_class] = {}
+    return _PARAMETERS[module_class]
+
+
+def _find_cache_parameter(module_class: Any) -> str | None:
+    parameters = _parameters(module_class)
+    annotated = [name for name, each in parameters.items() if _names_cache(each.annotation)]
+    known = [name for name in CACHE_NAMES if name in parameters]
+    if len(annotated) == 1:
+        return annotated[0]
+    return known[0] if known else None  # several: an encoder-decoder's, of which one is known
+
+
+def _names_cache(annotation: Any) -> bool:
+    """Return whether an annotation is a class of caches, alone or in a union, or its name."""
+    if isinstance(annotation, str):
+        return any(part.strip().endswith("Cache") for part in annotation.split("|"))
+    parts = typing.get_args(annotation) or (annotation,)
+    return any(is_cache(part) for part in parts if isinstance(part, type))
+
+
+def _updates_layer(module_class: Any) -> bool:
+    forward = inspect.unwrap(getattr(module_class, "forward", None) or object)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return "update" in names and "layer_idx" in names

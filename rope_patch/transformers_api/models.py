@@ -1,0 +1,80 @@
+"""Registries of rotations, attentions and model classes, and parts of models."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from rope_patch.transformers_api.releases import installed_release
+from rope_patch.utils.errors import Refused
+
+APPLY_ROTATION = "apply_rotary_pos_emb"  # the global by which most attentions rotate
+ATTENTION_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"  # the global with their attention functions
+ATTENTION_GETTER = "get_interface"  # its method; releases before 5.1 index it instead
+EAGER_ATTENTION = "eager_attention_forward"  # the global that is taken for "eager"
+
+
+def rope_functions() -> dict[str, Any]:
+    """Return transformers' live registry: a function of each rope type but "default"."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return ROPE_INIT_FUNCTIONS
+
+
+def rope_config_class() -> Any:
+    """Return the base class of configs that validates `rope_parameters` by rope type."""
+    from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
+
+    return RotaryEmbeddingConfigMixin
+
+
+def attention_implementation(config: Any) -> str:
+    """Return the attention implementation that a config's model runs with, such as "sdpa".
+
+    Raises:
+        ValueError: The config does not say.
+    """
+    if not hasattr(config, "_attn_implementation"):
+        raise Refused(
+            f"{type(config).__name__} does not say which attention implementation runs, in "
+            f"{installed_release()}: expected a config of transformers"
+        )
+    return str(config._attn_implementation)
+
+
+def set_attention_implementation(config: Any, name: str) -> None:
+    """Have a model that is built from a config run with an attention implementation."""
+    config._attn_implementation = name
+
+
+def text_model_classes() -> Any:
+    """Return the mapping from config classes to classes that generate text from a text alone."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def image_text_model_classes() -> Any:
+    """Return the mapping from config classes to classes that read images beside text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def model_file(family: str) -> Any:
+    """Return the module with the code of a family of models, such as "llama"."""
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def decoder_layer_class() -> Any:
+    """Return the base class of decoder layers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return GradientCheckpointingLayer
+
+
+def decoder_output(hidden: Any) -> Any:
+    """Return what a decoder returns for hidden states, `[B, S, D]`, without a cache."""
+    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+    return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)

@@ -1,0 +1,17 @@
+"""The installed release of transformers, and the newest one that this package was tested with."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+NEWEST_TESTED = "5.24.0"
+
+
+def transformers_version() -> str:
+    """Return the installed release of transformers."""
+    return version("transformers")
+
+
+def installed_release() -> str:
+    """Return "transformers 5.24.0", for messages."""
+    return f"transformers {transformers_version()}"
