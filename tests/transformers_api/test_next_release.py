@@ -10,9 +10,7 @@ import logging
 import pytest
 import torch
 import transformers
-
-from rope_patch import encode, patch
-from tests.helpers.tiny_models import (
+from helpers.tiny_models import (
     FACTOR,
     LONG_FACTOR,
     SHORT_FACTOR,
@@ -22,7 +20,9 @@ from tests.helpers.tiny_models import (
     make_model,
     tokens,
 )
-from tests.transformers_api.next_release import renamed_llama
+from next_release import renamed_llama
+
+from rope_patch import encode, patch
 
 RENAMES = {
     "cache": ({"cache": "kv_store", "past_key_values": "kv_store"}, True),
