@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 import rope_patch
 from rope_patch.patching.dynamic.hooks import LengthHooks
 from rope_patch.statistics.intervals import accuracy
+from rope_patch.transformers_api.forwards import cache_arguments
 from rope_patch.utils import atomic_files
 from rope_patch.utils.versions import version
 
@@ -108,7 +109,8 @@ def decode(model: PreTrainedModel, input_ids: torch.Tensor, step: int = STEP) ->
     prompt, continuation = input_ids[:, : tiny.TRAINED_LENGTH], input_ids[:, tiny.TRAINED_LENGTH :]
     cache = DynamicCache(config=model.config)
     parts = [
-        model(part, past_key_values=cache).logits for part in [prompt, *continuation.split(step, 1)]
+        model(part, **cache_arguments(model, cache)).logits
+        for part in [prompt, *continuation.split(step, 1)]
     ]
     return torch.cat(parts, dim=1)
 

@@ -266,13 +266,12 @@ def innermost_decoders(model: nn.Module, rotaries: list[RotaryModule]) -> list[n
         around = [
             module
             for module in model.modules()
-            if len(missing_parameters(module, (TOKENS, EMBEDDINGS))) < 2
-            and not missing_parameters(module, [CACHE])
+            if not missing_parameters(module, (TOKENS, CACHE))
             and any(part is rotary.module for part in module.modules())
         ]
         if not around and takes_cache(model):
             raise unknown_forward(
-                model, [CACHE], "a cache of another rotation could not be refused there"
+                model, "a cache of another rotation could not be refused there", (TOKENS, CACHE)
             )
         inner |= {id(module): module for module in around[-1:]}
     # An encoder's rotary module is only within the module around both encoder and decoder.

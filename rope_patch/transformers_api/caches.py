@@ -32,6 +32,7 @@ __all__ = [
     "StaticSlidingWindowLayer",
     "cache_in_output",
     "is_cache",
+    "is_cache_class",
     "is_paged",
     "known_length",
     "layer_classes",
@@ -39,6 +40,10 @@ __all__ = [
     "self_attention_part",
     "start_layer",
 ]
+
+_BATCHING = "transformers.generation.continuous_batching"
+# Most arguments of forwards. Dynamo cannot ask all classes for their module.
+_NO_CACHES = (torch.Tensor, bool, int, float, str, dict, list, tuple)
 
 CACHE_FILE = cache_utils.__file__  # where transformers' own `update` methods come from
 
@@ -67,22 +72,29 @@ INDEXED_LAYERS: tuple[type, ...] = _existing("DynamicIndexedLayer", "StaticIndex
 
 
 def is_cache(value: Any) -> bool:
-    """Return whether a value is a cache, or a class is one of caches.
+    """Return whether a value is a cache: by its class, or because it has a cache's methods.
 
     Some models of transformers 5.0 to 5.3 have caches without the common base class, such as those
     of hybrid state-space models. All count their tokens and are updated layer by layer. A paged
     cache (continuous batching) has no base class and does not count.
     """
-    value_class = value if isinstance(value, type) else type(value)
-    if issubclass(value_class, Cache) or is_paged(value_class):
-        return True
-    return hasattr(value_class, "get_seq_length") and hasattr(value_class, "update")
+    if value is None or isinstance(value, _NO_CACHES):
+        return False
+    return isinstance(value, Cache) or _has_methods(value) or is_paged(value)
+
+
+def is_cache_class(value_class: type) -> bool:
+    """Return whether a class is one of caches, as `is_cache` is of values."""
+    return (
+        issubclass(value_class, Cache)
+        or _has_methods(value_class)
+        or value_class.__module__.startswith(_BATCHING)
+    )
 
 
 def is_paged(value: Any) -> bool:
-    """Return whether a value is the cache of continuous batching, or a class is one of such."""
-    value_class = value if isinstance(value, type) else type(value)
-    return "continuous_batching" in value_class.__module__
+    """Return whether a value is the cache of continuous batching."""
+    return type(value).__module__.startswith(_BATCHING)
 
 
 def self_attention_part(cache: Any) -> Any:
@@ -119,10 +131,8 @@ def cache_in_output(output: Any) -> Any:
     """
     parts = output if isinstance(output, tuple | list) else _values(output)
     for part in parts:
-        if part is not None and not isinstance(part, torch.Tensor | tuple | list):
-            cache = self_attention_part(part)
-            if is_cache(cache) and not is_paged(cache):
-                return cache
+        if is_cache(part) and not is_paged(part):
+            return self_attention_part(part)
     return None
 
 
@@ -146,6 +156,10 @@ def start_layer(layer: Any, like: Any) -> None:
     layer.device, layer.is_initialized = like.keys.device, True
     if hasattr(like, "dtype"):
         layer.dtype = like.dtype
+
+
+def _has_methods(value: Any) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def _values(output: Any) -> Iterator[Any]:

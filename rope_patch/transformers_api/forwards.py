@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.transformers_api.caches import is_cache, self_attention_part
+from rope_patch.transformers_api.caches import is_cache, is_cache_class, self_attention_part
 from rope_patch.transformers_api.releases import installed_release
 from rope_patch.utils.errors import Refused
 
@@ -106,6 +106,20 @@ def rotary_arguments(
     return arguments[names[0]], arguments[names[1]], layer_type
 
 
+def hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the first argument of a layer's or an attention's call, `[B, S, D]`."""
+    return args[0] if args else kwargs[parameter_names(module)[0]]
+
+
+def with_hidden_states(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a layer's arguments with another first one."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, parameter_names(module)[0]: hidden}
+
+
 def cache_among(arguments: dict[str, Any]) -> Any:
     """Return the cache of self-attention among a forward's or generate's arguments, or None.
 
@@ -181,17 +195,17 @@ def cache_arguments(model: nn.Module, cache: Any) -> dict[str, Any]:
     )
 
 
-def unknown_forward(module: nn.Module, missing: Iterable[str], why: str) -> Refused:
-    """Return the error for a forward that lacks what a patch needs of it.
+def unknown_forward(model: nn.Module, why: str, needed: Iterable[str]) -> Refused:
+    """Return the error for a model of which no forward takes all that a patch needs.
 
     Args:
-        module: The module.
-        missing: What its forward does not take.
+        model: The model.
         why: What that is needed for.
+        needed: See `missing_parameters`.
     """
     return Refused(
-        f"{type(module).__name__} of {installed_release()} takes no {' and no '.join(missing)} "
-        f"under a name that this package knows, and {why}"
+        f"no forward of {type(model).__name__} in {installed_release()} takes "
+        f"{' and '.join(needed)} under names that this package knows, and {why}"
     )
 
 
@@ -219,7 +233,7 @@ def _names_cache(annotation: Any) -> bool:
     if isinstance(annotation, str):
         return any(part.strip().endswith("Cache") for part in annotation.split("|"))
     parts = typing.get_args(annotation) or (annotation,)
-    return any(is_cache(part) for part in parts if isinstance(part, type))
+    return any(is_cache_class(part) for part in parts if isinstance(part, type))
 
 
 def _updates_layer(module_class: Any) -> bool:

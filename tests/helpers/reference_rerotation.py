@@ -11,6 +11,8 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from helpers.tiny_models import given_cache
+
 
 def stepped(length, trained):
     """Return the factor on the grid 2^(k/4), by searching the grid from below."""
@@ -110,7 +112,7 @@ class Reference:
         )
 
     def _note_positions(self, module, args, kwargs):
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         past = torch.empty(1, 0, dtype=torch.long) if cache is None else cache.positions
         positions = kwargs.get("position_ids")
         if positions is None:

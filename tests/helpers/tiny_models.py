@@ -87,6 +87,11 @@ def tokens(length: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, SIZES["vocab_size"], (batch, length), generator=generator)
 
 
+def given_cache(kwargs: dict[str, Any]) -> Any:
+    """Return the cache among a forward's arguments, whose name changed in transformers 5.24."""
+    return kwargs.get("cache", kwargs.get("past_key_values"))
+
+
 @torch.no_grad()
 def logits(model: nn.Module, length: int = LONG) -> torch.Tensor:
     """Return a model's logits for the same tokens every time, `[1, S, vocab]`."""

@@ -21,7 +21,9 @@ from rope_patch.transformers_api.forwards import (
     POSITIONS,
     ForwardCall,
     cache_among,
+    hidden_states,
     parameter_names,
+    with_hidden_states,
 )
 from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils.errors import Refused
@@ -90,7 +92,7 @@ class AttentionHook:
         self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         implementation = attention_implementation(attention.config)
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        hidden = hidden_states(attention, args, kwargs)
         kwargs = dict(kwargs)
         if not self.encoding.rotates(self.index):
             kwargs[_ROTATION] = self.shared.no_rotation(*kwargs[_ROTATION])
@@ -164,13 +166,11 @@ class TableHook:
                 f"{type(layer).__name__} was given no position_ids, which the encoding "
                 f"{self.encoding.name!r} adds vectors for"
             )
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        hidden = hidden_states(layer, args, kwargs)
         if not torch.compiler.is_compiling():
             slots = Slots.of(layer.self_attn, hidden, kwargs).end
             self.encoding.require_known(positions, slots)
-        if "hidden_states" in kwargs:
-            return args, {**kwargs, "hidden_states": self._added(hidden, positions)}
-        return (self._added(hidden, positions), *args[1:]), kwargs
+        return with_hidden_states(layer, args, kwargs, self._added(hidden, positions))
 
     def _added(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return hidden + self.encoding(positions.to(hidden.device)).to(hidden.dtype)

@@ -26,6 +26,7 @@ from rope_patch.patching.replacement.hooks import Slots
 from rope_patch.patching.replacement.registry import register_encoding
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.rope_config import by_layer_type
+from rope_patch.transformers_api.forwards import hidden_states
 from rope_patch.transformers_api.models import ATTENTION_FUNCTIONS
 from rope_patch.utils.errors import Refused
 
@@ -191,7 +192,7 @@ class FadingPairs:
 
     def note_span(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the slots of a call, before its cache grows (pre-hook of the attention)."""
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        hidden = hidden_states(attention, args, kwargs)
         self._local.span = Slots.of(attention, hidden, kwargs).span(hidden.device, None)
 
     def attend(

@@ -144,7 +144,7 @@ class Decoder:
 @pytest.fixture
 def model(request, monkeypatch):
     """Make a model, and let the hooks of its decoder treat its cache as one on a GPU."""
-    monkeypatch.setattr(stamp, "_known_length", lambda cache: None)
+    monkeypatch.setattr(stamp, "known_length", lambda cache: None)
     monkeypatch.setattr(length_warning, "_upper_bound", lambda _: START + STEPS)
     return make_model(request.param)
 

@@ -13,6 +13,7 @@ from helpers.tiny_models import (
     OLD_TRANSFORMERS,
     SHORT_FACTOR,
     TRAINED,
+    given_cache,
     make_model,
     tokens,
 )
@@ -135,7 +136,7 @@ def decoder_steps(model):
     steps = []
 
     def note(decoder, args, kwargs):
-        steps.append((kwargs["past_key_values"].get_seq_length(), kwargs["input_ids"].shape[1]))
+        steps.append((given_cache(kwargs).get_seq_length(), kwargs["input_ids"].shape[1]))
 
     hook = model.model.register_forward_pre_hook(note, with_kwargs=True)
     yield steps
@@ -188,7 +189,7 @@ def test_assistant_with_another_tokenizer(do_sample):
     expected = generate(model, ids, 40)
     model.model.register_forward_pre_hook(
         lambda _, __, kwargs: steps.append(
-            (kwargs["past_key_values"].get_seq_length(), kwargs["input_ids"].shape[1])
+            (given_cache(kwargs).get_seq_length(), kwargs["input_ids"].shape[1])
         ),
         with_kwargs=True,
     )
