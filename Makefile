@@ -23,8 +23,9 @@ SOURCES := setup.py README.md $(shell find rope_patch eval recipes \
 	\( -name __pycache__ -o -path eval/results \) -prune -o -print)
 # The groups of tests that a new release of a dependency breaks first.
 GROUPS := $(addprefix tests/,methods patching pretrained inference serving integrations architectures)
-# With `--record NAME`, pytest writes tests/compatibility/runs/NAME.json.
+# `--record FILE` writes what was run, for docs/compatibility.md.
 RECORD := PYTHONPATH=$(CURDIR)/tests/compatibility
+RUNS := tests/compatibility/runs
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: demo test test-slow test-installed test-engines test-triton test-oldest test-newest \
@@ -46,14 +47,14 @@ test-installed: $(VENV)/installed
 	$(BIN)/pytest -m installed tests/installed
 
 test-engines: $(ENGINES)/weights $(ENGINES)/converter
-	$(RECORD) $(ENGINES)/bin/pytest -p recording --record engines -o norecursedirs=build \
+	$(RECORD) $(ENGINES)/bin/pytest -p recording --record $(RUNS)/engines.json -o norecursedirs=build \
 		-m engines tests/engines
 
 test-triton: $(VENV)/installed $(RIVALS)/files $(TRITONS:%=out/triton-%)
 	for version in $(TRITONS); do \
 		$(RECORD):$(CURDIR)/out/triton-$$version:$(CURDIR)/$(RIVALS)/packages \
 			RIVALS=$(RIVALS)/files $(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" \
-			-p recording --record triton-$$version \
+			-p recording --record $(RUNS)/triton-$$version.json \
 			tests/ops/triton_kernels/test_machine_code.py || exit; \
 	done
 
@@ -64,7 +65,7 @@ test-oldest: $(VENV)/installed
 	$(BIN)/python tests/oldest/minima.py > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt . pytest
 	$(OLDEST)/bin/python -I -c "import rope_patch; assert '$(OLDEST)' in rope_patch.__file__"
-	$(RECORD) $(OLDEST)/bin/pytest -p recording --record oldest tests/methods \
+	$(RECORD) $(OLDEST)/bin/pytest -p recording --record $(RUNS)/oldest.json tests/methods \
 		tests/pretrained/test_loading.py tests/pretrained/test_saving.py \
 		tests/patching/architecture/test_families.py tests/patching/test_undo_log.py \
 		tests/patching/dynamic/test_length_hooks.py \
@@ -72,7 +73,7 @@ test-oldest: $(VENV)/installed
 	$(BIN)/python tests/oldest/minima.py demo eval search train > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt \
 		".[demo,eval,search,train]"
-	$(RECORD) $(OLDEST)/bin/pytest -p recording --record oldest-extras \
+	$(RECORD) $(OLDEST)/bin/pytest -p recording --record $(RUNS)/oldest-extras.json \
 		tests/cli/test_cli.py tests/evaluation/test_compare_command.py \
 		tests/searching/test_search_command.py tests/training/test_identity.py
 
@@ -82,7 +83,7 @@ test-newest:
 	$(NEWEST)/bin/pip install --quiet --upgrade pip
 	$(NEWEST)/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[all]" \
 		--group dev
-	$(RECORD) $(NEWEST)/bin/pytest -p recording --record newest $(GROUPS) \
+	$(RECORD) $(NEWEST)/bin/pytest -p recording --record $(RUNS)/newest.json $(GROUPS) \
 		tests/evaluation tests/searching tests/training
 
 # In an environment of its own, because transformers before 5.23 refuses the newest huggingface_hub.
@@ -97,7 +98,7 @@ test-transformers:
 	$(RELEASE)/bin/python -I -c "import rope_patch, transformers as t; \
 		assert t.__version__ == '$(VERSION)', t.__version__; \
 		assert rope_patch.__file__ == '$(CURDIR)/rope_patch/__init__.py', rope_patch.__file__"
-	$(RECORD) $(RELEASE)/bin/pytest -p recording --record transformers-$(VERSION) $(GROUPS)
+	$(RECORD) $(RELEASE)/bin/pytest -p recording --record $(RUNS)/transformers-$(VERSION).json $(GROUPS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

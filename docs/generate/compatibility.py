@@ -128,9 +128,7 @@ def allowed() -> dict[str, SpecifierSet]:
     own = project["project"]
     lines = [*own["dependencies"], *sum(own["optional-dependencies"].values(), [])]
     lines += [
-        line
-        for line in project["dependency-groups"]["dev"]
-        if Requirement(line).name in TESTED_TOO
+        line for line in project["dependency-groups"]["dev"] if Requirement(line).name in TESTED_TOO
     ]
     bounds: dict[str, SpecifierSet] = {"python": SpecifierSet(own["requires-python"])}
     for requirement in map(Requirement, lines):

