@@ -6,6 +6,7 @@ leave in tests/compatibility/runs.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +55,8 @@ leaves the proof out, `ROPE_PATCH_PROOF=1` asks for it on every release, and
 `rope-patch env --check MODEL` runs it on demand. A major release is another matter: `<6` stays.
 
 Triton is bound to 3.6 to 3.9, whose machine code for our kernels was read ([kernels](kernels.md));
-with others, models rotate in plain torch. The other packages have no upper bound: their newest releases were
-run, on the dates below.
+with others, models rotate in plain torch. The other packages have no upper bound: their newest
+releases were run, on the dates below.
 """
 
 _PACKAGES = """## Packages
@@ -68,8 +69,8 @@ of the newest version's last run. Nothing of this ran on a GPU; what did is on t
 _RUNS = """## Runs
 
 Skipped are tests of what a release, a package or a machine does not have, each with its reason.
-`make test-newest` takes what the registry has on the day, `make test-oldest` the lower bounds: first
-of the package alone, then with its extras, some of which need newer versions.
+`make test-newest` takes what the registry has on the day. `make test-oldest` takes the lower
+bounds: first of the package alone, then with its extras, some of which need newer versions.
 """
 
 
@@ -126,9 +127,11 @@ def allowed() -> dict[str, SpecifierSet]:
     """Return what pyproject.toml allows, by package: its own needs first, then its extras'."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     own = project["project"]
-    lines = [*own["dependencies"], *sum(own["optional-dependencies"].values(), [])]
-    lines += [
-        line for line in project["dependency-groups"]["dev"] if Requirement(line).name in TESTED_TOO
+    dev = project["dependency-groups"]["dev"]
+    lines = [
+        *own["dependencies"],
+        *itertools.chain(*own["optional-dependencies"].values()),
+        *(line for line in dev if Requirement(line).name in TESTED_TOO),
     ]
     bounds: dict[str, SpecifierSet] = {"python": SpecifierSet(own["requires-python"])}
     for requirement in map(Requirement, lines):

@@ -83,9 +83,8 @@ def test_pinned_versions_were_run():
 
 
 def test_readme_names_the_releases_of_transformers_that_were_run():
-    oldest, newest = (
-        f"{v.major}.{v.minor}" for v in (versions("transformers")[i] for i in (0, -1))
-    )
+    run = versions("transformers")
+    oldest, newest = (f"{version.major}.{version.minor}" for version in (run[0], run[-1]))
     assert f"| {oldest} to {newest}" in (ROOT / "README.md").read_text()
 
 
