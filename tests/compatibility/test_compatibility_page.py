@@ -82,10 +82,14 @@ def test_pinned_versions_were_run():
         assert any(pin.specifier.contains(version) for version in run), pin
 
 
-def test_readme_names_the_releases_of_transformers_that_were_run():
+def test_readme_names_the_releases_that_were_run():
     run = versions("transformers")
     oldest, newest = (f"{version.major}.{version.minor}" for version in (run[0], run[-1]))
-    assert f"| {oldest} to {newest}" in (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
+    assert f"| {oldest} to {newest}, and torch" in text
+    assert f"The newest transformers that was run is {run[-1]};" in text
+    torch = [f"{version.major}.{version.minor}" for version in versions("torch")]
+    assert f", and torch {torch[0]} to {torch[-1]}:" in text
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
