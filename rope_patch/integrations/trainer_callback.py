@@ -30,12 +30,17 @@ from rope_patch.pretrained.sidecar import (
     make_sidecar,
     read_sidecar,
 )
-from rope_patch.transformers_api.training import ExportableState, TrainerCallback
+from rope_patch.transformers_api.training import (
+    ExportableState,
+    TrainerCallback,
+    require_overridable,
+)
 from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
 
 _RECORD = "rotation"
+CALLED_BACK = ("on_init_end", "on_train_begin", "on_save", "on_push_begin")
 
 
 class RopePatchCallback(TrainerCallback, ExportableState):
@@ -75,6 +80,7 @@ class RopePatchCallback(TrainerCallback, ExportableState):
                 f"{', '.join(arguments)} goes with a method: name it too, as in "
                 "RopePatchCallback('yarn', factor=4), or leave all out for a model that is patched"
             )
+        require_overridable(TrainerCallback, type(self), *CALLED_BACK)
         self.extension = None if method is None else Extension.of(method, **arguments)
         self.handle: Patch | EncodingPatch | None = None
 

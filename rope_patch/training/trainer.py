@@ -31,7 +31,15 @@ from rope_patch.training.parameter_groups import decayed_names, require_undecaye
 from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
 from rope_patch.training.schedule import keep_settings
 from rope_patch.training.settings import Settings, parse
+from rope_patch.transformers_api.training import require_overridable
 from rope_patch.utils import atomic_files
+
+# Methods of the Trainer that a run depends on, and that it must therefore call.
+OVERRIDDEN = (
+    *("get_train_dataloader", "get_decay_parameter_names", "create_optimizer", "get_batch_samples"),
+    *("training_step", "compute_loss", "_get_output_dir", "_save_checkpoint", "log"),
+)
+CALLED_BACK = ("on_train_begin", "on_pre_optimizer_step", "on_step_end")
 
 
 class LongContextTrainer(Trainer):
@@ -47,6 +55,8 @@ class LongContextTrainer(Trainer):
     """
 
     def __init__(self, settings: Settings, prepared: PreparedModel, resume: Path | None) -> None:
+        require_overridable(Trainer, type(self), *OVERRIDDEN)
+        require_overridable(TrainerCallback, _TrainerHooks, *CALLED_BACK)
         training = settings.training
         training.ignore_data_skip = True  # rows resume from their own state
         training.logging_nan_inf_filter = False  # a loss that is not finite stops the run

@@ -148,15 +148,14 @@ def cache_parameter(module: nn.Module) -> str | None:
     return _CACHE_PARAMETERS[module_class]
 
 
-def takes_cache(module: nn.Module) -> bool:
-    """Return whether a module, or a part of it, is given a cache in whatever way.
+def takes_cache(model: nn.Module) -> bool:
+    """Return whether a model reads tokens with a cache, in whatever way it is given.
 
-    A part that updates a layer of something by its `layer_idx` has a cache, even where no argument
-    is known as one.
+    Asked are the parts that are given tokens; all parts, where none is. Parts of some encoders have
+    arguments for a cache that nobody gives them (Tapas).
     """
-    return any(
-        cache_parameter(part) is not None or _updates_layer(type(part)) for part in module.modules()
-    )
+    readers = [part for part in model.modules() if {TOKENS, EMBEDDINGS} & {*parameter_names(part)}]
+    return any(_has_cache(part) for part in readers or model.modules())
 
 
 def missing_parameters(module: nn.Module, needed: Iterable[str]) -> list[str]:
@@ -236,7 +235,12 @@ def _names_cache(annotation: Any) -> bool:
     return any(is_cache_class(part) for part in parts if isinstance(part, type))
 
 
-def _updates_layer(module_class: Any) -> bool:
-    forward = inspect.unwrap(getattr(module_class, "forward", None) or object)
+def _has_cache(module: nn.Module) -> bool:
+    """Return whether a forward takes a cache, is asked for one, or makes one."""
+    forward: Any = inspect.unwrap(type(module).forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return "update" in names and "layer_idx" in names
+    return (
+        cache_parameter(module) is not None
+        or "use_cache" in parameter_names(module)
+        or any(name.endswith("Cache") for name in names)
+    )

@@ -15,6 +15,8 @@ from torch import nn
 import rope_patch
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.rope_config import by_layer_type, config_rope_type
+from rope_patch.transformers_api.caches import cache_in_output
+from rope_patch.transformers_api.forwards import cache_arguments
 
 FACTOR = 4
 SHORT, LONG = 40, 150
@@ -169,8 +171,8 @@ def _decoded(model: Any) -> torch.Tensor:
     ids = torch.randint(4, 100, (1, LONG), generator=generator)
     cache, parts = None, []
     for part in ids.split([LONG - 6, *[1] * 6], 1):
-        output = model(input_ids=part, past_key_values=cache, use_cache=True)
-        cache = getattr(output, "past_key_values", None)
+        output = model(input_ids=part, use_cache=True, **cache_arguments(model, cache))
+        cache = cache_in_output(output)
         if cache is None:  # it is called otherwise, or there is none
             return torch.full((1, LONG, 1), torch.nan)
         parts.append(output.logits)

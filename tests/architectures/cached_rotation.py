@@ -14,6 +14,8 @@ from helpers.tiny_models import OLD_TRANSFORMERS
 
 import rope_patch
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
+from rope_patch.transformers_api.caches import cache_in_output
+from rope_patch.transformers_api.forwards import cache_arguments
 
 TRAINED, FIRST, SECOND, SHIFT = 16, 10, 12, 3
 FACTOR = 2 ** (2 / 4)  # the first step 2^(k / 4) that serves 22 tokens
@@ -48,7 +50,7 @@ def assert_followed(model: Any, start: Any) -> None:
     handle.undo()
     rerotated = 0
     for key, tensor in plain.items():
-        own_type = (getattr(config, "layer_types", None) or {}) and config.layer_types[key[0]]
+        own_type = dict(enumerate(getattr(config, "layer_types", None) or ())).get(key[0])
         kinds = sorted(frequencies, key=lambda kind: kind != own_type)  # several may rotate alike
         layout = _layout(tensor, shifted[key], {kind: frequencies[kind] for kind in kinds})
         expected = before[key]
@@ -71,8 +73,8 @@ def _read(model: Any, count: int, first: int = 0, cache: Any = None) -> Any:
     generator = torch.Generator().manual_seed(first if cache is not None else 1)
     ids = torch.randint(4, 100, (1, count), generator=generator)
     positions = torch.arange(first, first + count)[None]
-    output = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-    return output.past_key_values
+    given = {"position_ids": positions, "use_cache": True, **cache_arguments(model, cache)}
+    return cache_in_output(model(input_ids=ids, **given))
 
 
 def _cached(cache: Any) -> Cached:

@@ -73,6 +73,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dory": {
+        **{"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_k": 2},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
@@ -120,7 +125,11 @@ for _name in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text"):
 
 
 # Vision language models, whose decoders have three positions per token (M-RoPE).
-VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+VISION_MODEL_TYPES = tuple(
+    name
+    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "hy_v4_vl")
+    if name in CONFIG_MAPPING
+)
 
 
 def model_types() -> list[str]:

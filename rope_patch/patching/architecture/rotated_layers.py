@@ -23,7 +23,10 @@ _ALWAYS_ROTATE = ("falcon", "granitemoehybrid", "olmo_hybrid")
 
 
 def rotated_layer_types(decoder: nn.Module, config: Any) -> list[str | None]:
-    """Return the layer type of every layer that rotates its keys, "" for those that do not (NoPE).
+    """Return the layer type of each layer of the cache that holds rotated keys, "" for the others.
+
+    Those are the decoder's layers; where some run several times and cache each time (Dory's loops),
+    their repetitions follow.
 
     Args:
         decoder: The module that holds the layers.
@@ -34,10 +37,14 @@ def rotated_layer_types(decoder: nn.Module, config: Any) -> list[str | None]:
     """
     rope_parameters = by_layer_type(config.rope_parameters)
     layer_types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    return [
+    types = [
         (None if None in rope_parameters else layer_types[index]) if rotates else ""
         for index, rotates in enumerate(_layers_that_rotate(decoder, config, layer_types))
     ]
+    if getattr(config, "recurrent_kv_cache_mode", None) == "per_loop":
+        first, count = config.n_input_layers, config.n_recurrent_layers
+        types += types[first : first + count] * (config.n_recurrent_loops - 1)
+    return types
 
 
 def _layers_that_rotate(

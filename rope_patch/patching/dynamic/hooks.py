@@ -81,6 +81,7 @@ from rope_patch.patching.frequency_buffers import forward_per_row
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.caches import Cache, cache_in_output, is_paged
 from rope_patch.transformers_api.forwards import ForwardCall, rotary_arguments
+from rope_patch.utils.errors import Refused
 
 
 class ForwardState(threading.local):
@@ -358,10 +359,14 @@ class LengthHooks:
 
     def _cached_keys(self, cache: Any, record: RotationRecord, past: Any) -> Iterator[CachedKeys]:
         for index, keys, slots in self._keys_in_cache(cache, record, past):
-            if (
-                index < len(self.rotated_layer_types)
-                and self.rotated_layer_types[index] in self.slices
-            ):
+            if index >= len(self.rotated_layer_types):
+                raise Refused(
+                    f"layer {index} of the cache belongs to none of the decoder's "
+                    f"{len(self.rotated_layer_types)} layers of keys that are known, so its keys "
+                    "cannot be rotated again: use a method whose frequencies stay, such as yarn, "
+                    "or say the length beforehand (`handle.fix_length(...)`)"
+                )
+            if self.rotated_layer_types[index] in self.slices:
                 yield keys, slots, self.rotated_layer_types[index]
 
     def _rerotate(

@@ -27,6 +27,9 @@ _REASONS = {
     "rel_logits_proj": (
         "its biases are computed from the tokens, up to a fixed distance, and are zero beyond it"
     ),
+    "relative_position_bias": (  # the same under another name, from transformers 5.24 on
+        "its biases are computed from the tokens, up to a fixed distance, and are zero beyond it"
+    ),
     "latents": "it reads a text into a fixed number of vectors, and writes a fixed length",
     "char_position_embeddings": (
         "its table of positions has a row for each hash bucket, whatever the length of texts"

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rope_patch.patching.replacement.encoding import AbsoluteEncoding, BiasEncoding, Encoding, Span
+from rope_patch.transformers_api.caches import is_paged, require_counted_cache
 from rope_patch.transformers_api.forwards import (
     MASK,
     POSITIONS,
@@ -168,7 +169,9 @@ class TableHook:
             )
         hidden = hidden_states(layer, args, kwargs)
         if not torch.compiler.is_compiling():
-            slots = Slots.of(layer.self_attn, hidden, kwargs).end
+            # A paged cache has no slots of one sequence, so positions are read (batching).
+            is_batching = is_paged(cache_among(kwargs))
+            slots = None if is_batching else Slots.of(layer.self_attn, hidden, kwargs).end
             self.encoding.require_known(positions, slots)
         return with_hidden_states(layer, args, kwargs, self._added(hidden, positions))
 
@@ -257,6 +260,7 @@ class Slots:
         cache, queries = cache_among(kwargs), hidden.shape[1]
         if cache is None:
             return cls(queries, queries)
+        require_counted_cache(cache)
         layer: int = attention.layer_idx
         first = (getattr(cache, "get_query_offset", None) or cache.get_seq_length)(layer)
         size: Any = queries
