@@ -68,6 +68,7 @@ test-oldest: $(VENV)/installed
 	$(RECORD) $(OLDEST)/bin/pytest -p recording --record $(RUNS)/oldest.json tests/methods \
 		tests/pretrained/test_loading.py tests/pretrained/test_saving.py \
 		tests/patching/architecture/test_families.py tests/patching/test_undo_log.py \
+		tests/patching/position_maps \
 		tests/patching/dynamic/test_length_hooks.py \
 		tests/patching/dynamic/test_dynamic_generation.py
 	$(BIN)/python tests/oldest/minima.py demo eval search train > $(OLDEST)/constraints.txt
@@ -75,7 +76,10 @@ test-oldest: $(VENV)/installed
 		".[demo,eval,search,train]"
 	$(RECORD) $(OLDEST)/bin/pytest -p recording --record $(RUNS)/oldest-extras.json \
 		tests/cli/test_cli.py tests/evaluation/test_compare_command.py \
-		tests/searching/test_search_command.py tests/training/test_identity.py
+		tests/evaluation/test_quantized_evaluation.py tests/pretrained/test_adapters.py \
+		tests/searching/test_search_command.py tests/searching/strategies \
+		tests/training/test_identity.py tests/training/data/test_documents.py \
+		tests/training/inspection/test_duplicates.py
 
 # PyPI's torch, which brings CUDA along and runs on a CPU. What is there already is upgraded.
 test-newest:
