@@ -176,8 +176,8 @@ def check(model: nn.Module, method: str | Extension, **arguments: Any) -> PatchP
     extension = Extension.of(method, **arguments)
     active_patch = current(model)
     require_no_batching_manager(model)
-    original_config = active_patch.original_config if active_patch else None
-    return make_plan(model, original_config, extension)
+    model_config = active_patch.model_config(model) if active_patch else None
+    return make_plan(model, model_config, extension)
 
 
 def unpatch(model: nn.Module) -> None:

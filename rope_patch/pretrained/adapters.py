@@ -25,6 +25,7 @@ from rope_patch.pretrained.rotation_agreement import (
 )
 from rope_patch.pretrained.saving import ADAPTER_CONFIG
 from rope_patch.pretrained.sidecar import SIDECAR, extension_from_sidecar, read_sidecar
+from rope_patch.pretrained.trained_rotation import mark_trained_as
 from rope_patch.utils.errors import Refused, parse_json
 
 logger = logging.getLogger("rope_patch")
@@ -129,8 +130,10 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], **kwargs: Any) -> A
             kwargs.setdefault("device_map", device_map)
         if is_peft:
             model.load_adapter(os.fspath(folder), **kwargs)
-            return model
-        return peft.PeftModel.from_pretrained(model, os.fspath(folder), **kwargs)
+        else:
+            model = peft.PeftModel.from_pretrained(model, os.fspath(folder), **kwargs)
+        mark_trained_as(model, read_sidecar(folder) or {})
+        return model
     except BaseException:
         if handle is not None:
             handle.undo()
