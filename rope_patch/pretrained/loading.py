@@ -44,7 +44,7 @@ from rope_patch.pretrained.model_folder import (
 )
 from rope_patch.pretrained.recorded_rotation import require_recorded
 from rope_patch.pretrained.sidecar import SIDECAR, extension_from_sidecar, read_sidecar
-from rope_patch.pretrained.trained_rotation import mark_trained, recorded_field
+from rope_patch.pretrained.trained_rotation import adapter_start, mark_trained, recorded_field
 from rope_patch.pretrained.transformers_registry import needs_registration
 from rope_patch.rope_config import require_valid_rope_config
 from rope_patch.utils.errors import (
@@ -197,6 +197,8 @@ def load(
     else:
         model = read_model(path, config=config, any_kind=True, **loading)
     if extension is not None:
+        if trained_adapter is not None and patch_sidecar is not None:
+            adapter_start(model, patch_sidecar).pop_all()
         handle = patch(model, extension)
         if method is None and trained_adapter is None and isinstance(handle, EncodingPatch):
             restore_tables(handle, tables)

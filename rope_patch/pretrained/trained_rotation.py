@@ -6,7 +6,8 @@ save the model writes it: this package, transformers, a trainer's checkpoints, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,28 @@ def mark_trained_as(model: nn.Module, sidecar: dict[str, Any]) -> None:
     elif isinstance(sidecar[TRAINED], dict):  # a base whose own config has the rotation
         field = saved_field(sidecar["original"], sidecar[TRAINED])
         _write(model, PreTrainedConfig, field)
+
+
+def adapter_start(model: nn.Module, sidecar: dict[str, Any]) -> contextlib.ExitStack:
+    """Give a base the record of the rotation that an adapter's patch starts from.
+
+    An adapter may have been trained under one patch and saved under a further one. The base of both
+    knows of neither, so the sidecar says what the further one continues.
+
+    Args:
+        model: The base; a patched one, or one with a record of its own, is left alone.
+        sidecar: The adapter's.
+
+    Returns:
+        A stack that takes the record away when it ends; its `pop_all` keeps the record.
+    """
+    stack, field = contextlib.ExitStack(), sidecar["original"].get(FIELD)
+    if field is not None and current(model) is None:
+        for text in _text_configs(model, PreTrainedConfig):
+            if not is_saved_patch(text):
+                setattr(text, FIELD, field)
+                stack.callback(delattr, text, FIELD)
+    return stack
 
 
 def patch_field(handle: Patch, model: nn.Module) -> dict[str, Any]:
@@ -165,7 +188,7 @@ def _mark_saved(text: Any) -> None:
         setattr(text, FIELD, getattr(rotation, FIELD, None))
 
 
-def _text_configs(model: nn.Module, kind: type) -> Any:
+def _text_configs(model: nn.Module, kind: type) -> Iterator[Any]:
     """Yield the text configs of a kind that a model's modules hold, each once."""
     seen: set[int] = set()
     for module in model.modules():
