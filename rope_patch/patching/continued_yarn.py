@@ -12,7 +12,7 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies
 from rope_patch.methods.registry import get_method
 from rope_patch.methods.yarn import YaRN
-from rope_patch.original_config import is_saved_patch
+from rope_patch.original_config import is_saved_patch, trained_config_length, trained_record
 from rope_patch.rope_config import by_layer_type, config_rope_type
 from rope_patch.utils.errors import Refused
 
@@ -65,7 +65,9 @@ def require_no_shrink(
     first = next(iter(geometries.values()))
     saved = getattr(model_config, "max_position_embeddings", None)
     target = _target(extension, first)
-    is_replaced = is_saved_patch(model_config) and extension.trained_length is None
+    # What no config states is refused as such, unless it is restored.
+    is_stated = trained_record(config) is None or trained_config_length(config) is not None
+    is_replaced = is_saved_patch(model_config) and extension.trained_length is None and is_stated
     if target is not None and is_replaced and isinstance(saved, int) and target < saved:
         raise Refused(
             f"the model reads {saved:,} tokens now, under the patch that it was saved with, and "

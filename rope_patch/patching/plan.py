@@ -14,7 +14,6 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.methods.base import require_tokens
 from rope_patch.methods.position_map import PositionMap
-from rope_patch.methods.registry import find_method
 from rope_patch.original_config import original_config, trained_record
 from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_rotaries
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
@@ -221,7 +220,6 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
         require_tokens("trained_length", extension.trained_length)
     # First, for its error messages.
     all_geometries = read_geometries(config, extension.trained_length, start)
-    _require_expressed_start(config, extension)
     rotaries = [RotaryTraits.of(model, rotary, config) for rotary in modules]
     unpatched = [traits.frequencies for traits in rotaries]
     geometries = {
@@ -247,6 +245,7 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
         target_length = mapped_length(resolved, target_length, geometries, own_parameters)
         if resolved.temperature is None and own_temperature(config):
             resolved = replace(resolved, temperature="none")  # the model's own stays
+    _require_expressed_start(config, extension, resolved)
     resolved = ContinuedScaling.wrap_if_needed(resolved, geometries, own_parameters)
     sharpened = [module for traits in rotaries for module in find_mla_attentions(traits.owner)]
     sharpened = filter_by_layer_type(sharpened, config, geometries)
@@ -308,7 +307,7 @@ def saved_frequencies(traits: RotaryTraits, plan: PatchPlan) -> dict[str | None,
     }
 
 
-def _require_expressed_start(config: Any, extension: Extension) -> None:
+def _require_expressed_start(config: Any, extension: Extension, method: Method) -> None:
     """Raise if a model was trained under a rotation that no config states, and nothing says more.
 
     The request for that very rotation is met: the method with its options, where it needs no factor
@@ -317,19 +316,18 @@ def _require_expressed_start(config: Any, extension: Extension) -> None:
     record = trained_record(config)
     if record is None or record["rope_parameters"] is not None or extension.start != "auto":
         return
-    method, length = record["method"], record["max_position_embeddings"]
-    method_class = find_method(extension.method)
+    name, length = record["method"], record["max_position_embeddings"]
+    options = {k: v for k, v in method.options().items() if k != "factor"}
     if (
-        extension.method == method
-        and method_class is not None
+        method.name == name
         and extension.factor in (None, record["factor"])
-        and (extension.length == length or method_class.is_dynamic)
-        and all(record["options"].get(k) == v for k, v in extension.options.items())
+        and (extension.length == length or method.is_dynamic)
+        and options == record["options"]
     ):
         return
     reach = "" if length is None else f", {length:,} tokens"
     raise Refused(
-        f"the model was trained under {method}{reach}, which no config states, so there are no "
+        f"the model was trained under {name}{reach}, which no config states, so there are no "
         "frequencies to go on from: rope_patch.load(folder) restores that rotation. To replace it, "
         f"pass start='unscaled', and the factor counts from {config.max_position_embeddings:,} "
         "tokens"

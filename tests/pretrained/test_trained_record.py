@@ -27,7 +27,6 @@ from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.pretrained.sidecar import SIDECAR
 from rope_patch.pretrained.trained_rotation import mark_trained
 
-pytestmark = pytest.mark.skipif(OLD_TRANSFORMERS, reason="needs configs by layer type")
 STATED = {  # by a config of transformers
     "linear": {"factor": FACTOR},
     "ntk": {"factor": FACTOR},
@@ -49,6 +48,7 @@ UNSTATED = {
         "attention_factor": 1.2,
     },
     "self-extend": {},
+    "nope": {"temperature": "drope:0.4"},
     "yarn": {"length": TARGET, "temperature": "log-n"},
     "longrope": {"length": TARGET, "long_factor": LONG_FACTOR, "start_tokens": 4},
 }
@@ -92,6 +92,7 @@ def test_stated_rotation_is_the_start_of_others(method, tmp_path):
     assert logits(model).equal(logits(expected))
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="needs configs by layer type")
 @pytest.mark.parametrize("family", ["gemma3", "phi3"])
 def test_layer_types_and_longrope_alone_continue(family, tmp_path):
     save_trained(tmp_path, "yarn", family, factor=FACTOR)
@@ -117,6 +118,8 @@ def test_unstated_rotation_is_restored_or_replaced_but_never_guessed(method, tmp
             assert (handle.trained_length, handle.length) == (TRAINED, 2 * TRAINED)
     with pytest.raises(ValueError, match=f"trained under {method}"):
         rope_patch.load(tmp_path / "one", "ntk", factor=2)
+    with pytest.raises(ValueError, match=f"trained under {method}"):
+        rope_patch.patch(subjects[0], method, **{**arguments, "temperature": 1.5})
     rope_patch.patch(subjects[0], method, **arguments)  # the very request of the training
     assert logits(subjects[0], LONG).equal(logits(trained, LONG))
     for number, model in enumerate(subjects):
