@@ -78,7 +78,9 @@ def patch(
             was trained in included. Exactly one of `factor` and `length`; dynamic methods and
             `nope` need neither.
         length: Target length in tokens; for dynamic methods the largest one expected.
-        trained_length: Tokens of pretraining, if the config states them wrongly.
+        trained_length: Tokens of pretraining, if the config states them wrongly. For a model that
+            was saved with a patch: the length before or under the patch, which names the rotation
+            to start from.
         layer_types: Which layers to change, where a model has several types; all but the
             sliding-window ones unless given.
         kernels: Which code applies the rotation. "auto": Triton's kernels on a GPU, plain torch on
@@ -91,7 +93,9 @@ def patch(
             `yarn` that was put on (see `rope_patch.trained_yarn`). It builds on the others
             (`llama3`, `longrope`, a trained `yarn`, ...). YaRN on YaRN is one YaRN from the
             config's original length. Requests that end below the length under the config's YaRN
-            need "unscaled".
+            need "unscaled". A model that rope_patch trained starts from the trained rotation, and
+            one that it only saved, from the checkpoint (docs/methods.md); "unscaled" goes back to
+            the checkpoint in both cases.
         **options: The method's options.
 
     Returns:
@@ -176,8 +180,8 @@ def check(model: nn.Module, method: str | Extension, **arguments: Any) -> PatchP
     extension = Extension.of(method, **arguments)
     active_patch = current(model)
     require_no_batching_manager(model)
-    original_config = active_patch.original_config if active_patch else None
-    return make_plan(model, original_config, extension)
+    model_config = active_patch.model_config(model) if active_patch else None
+    return make_plan(model, model_config, extension)
 
 
 def unpatch(model: nn.Module) -> None:
