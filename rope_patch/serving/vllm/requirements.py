@@ -122,7 +122,7 @@ def _reasons(vllm_config: Any) -> list[str | None]:
         "model_impl out"
         if model.using_transformers_backend()
         else None,
-        _draft_reason(vllm_config.speculative_config, model),
+        _draft_reason(vllm_config.speculative_config),
         "keys that come from another server (kv_transfer_config) may have another rotation; leave "
         "it out"
         if vllm_config.kv_transfer_config is not None
@@ -136,8 +136,8 @@ def _reasons(vllm_config: Any) -> list[str | None]:
     ]
 
 
-def _draft_reason(speculative: Any, model: Any) -> str | None:
-    """Return what stands against a `SpeculativeConfig` beside a model's config, else None."""
+def _draft_reason(speculative: Any) -> str | None:
+    """Return what stands against a `SpeculativeConfig`, else None."""
     if speculative is None:
         return None
     method = speculative.method
@@ -149,9 +149,10 @@ def _draft_reason(speculative: Any, model: Any) -> str | None:
         )
     if method not in COMPARED_DRAFTS:
         return f"speculative decoding by {method!r} was never compared; {instead}"
-    draft = speculative.draft_model_config  # of n-grams, which have no model: the model's own
-    own = draft is not None and draft is not model
-    if own and our_parameters(getattr(draft.hf_text_config, "rope_parameters", None)):
+    if method == "ngram":
+        return None  # no draft model: vLLM has the model's own config in its place
+    draft = speculative.draft_model_config.hf_text_config
+    if our_parameters(getattr(draft, "rope_parameters", None)):
         return (
             "the draft model's own config names a method of rope_patch, and no request's profile "
             "reaches a draft; give the draft model its plain config.json"

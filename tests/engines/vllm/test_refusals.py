@@ -57,11 +57,12 @@ def test_options_that_would_rotate_wrongly_are_refused(options, message):
         configure(**options)
 
 
-def test_a_draft_model_that_asks_for_a_profile_is_refused(tmp_path):
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_a_draft_model_that_asks_for_a_profile_is_refused(method, tmp_path):
     config = transformers.AutoConfig.from_pretrained(ASSETS / "tiny-llama")
     config.rope_parameters = rope_parameters("llama")
     config.save_pretrained(tmp_path)
-    drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    drafts = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match="no request's profile reaches a draft"):
         configure(speculative_config=drafts)
 

@@ -150,7 +150,7 @@ def test_a_rotation_that_cannot_be_read_is_refused_before_lengths_are_computed(c
         ({"speculative_config": ("draft_model", ROPE)}, "draft model's own config"),
         ({"speculative_config": ("draft_model", PLAIN)}, None),
         ({"speculative_config": ("eagle", PLAIN)}, None),
-        ({"speculative_config": ("ngram", None)}, None),
+        ({"speculative_config": ("ngram", ROPE)}, None),  # the model's own config
     ],
 )
 def test_what_was_compared_is_served_and_all_else_refused(classes, options, message):
