@@ -21,6 +21,7 @@ from torch import nn
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.patching.proof.checks import (
+    ESSENTIAL,
     NOT_ASKED,
     OK,
     Check,
@@ -43,9 +44,9 @@ class KindProof:
     Attributes:
         kind: The kind; see `checks.KINDS`.
         verdict: "passed", "failed", "refused" (the tiny model cannot be patched so), or "not
-            proven" (there is no tiny model).
+            proven" (there is no tiny model, or it has no cache that can be compared).
         checks: The properties.
-        problem: Why the patch was refused, or why there is no tiny model.
+        problem: Why the patch was refused, or could not be proven.
         seconds: How long it took.
     """
 
@@ -171,8 +172,13 @@ def _prove_kind(
         raise
     except Exception as error:  # of our hooks, or of what they run
         return KindProof(kind, FAILED, tuple(checks), f"the patch raises {describe_error(error)}")
-    failed = any(check.verdict not in (OK, NOT_ASKED) for check in checks)
-    return KindProof(kind, FAILED if failed else PASSED, tuple(checks))
+    if any(check.verdict not in (OK, NOT_ASKED) for check in checks):
+        return KindProof(kind, FAILED, tuple(checks))
+    missing = next((check for check in checks if check.name == ESSENTIAL), None)
+    if missing is not None and missing.verdict == NOT_ASKED:
+        problem = f"whether {missing.name} cannot be told: {missing.problem}"
+        return KindProof(kind, NOT_PROVEN, tuple(checks), problem)
+    return KindProof(kind, PASSED, tuple(checks))
 
 
 @contextlib.contextmanager

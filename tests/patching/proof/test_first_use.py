@@ -11,7 +11,10 @@ import pytest
 import torch
 from helpers.tiny_models import LONG, logits, make_config, make_model
 from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,  # noqa: F401  (a rotary module's layout is read from its file)
+)
 
 import rope_patch
 from rope_patch.patching.proof import first_use
