@@ -7,13 +7,11 @@ keep to there (a cache that takes no chunks, a forward without positions) is not
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Cache
 
 from rope_patch.extension import Extension
 from rope_patch.methods.position_map import PositionMap
@@ -22,6 +20,8 @@ from rope_patch.patching.method_wrappers import unwrap
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.patching.proof.tiny_model import FIRST_TOKEN, VOCABULARY, CannotShrink
 from rope_patch.rope_config import by_layer_type, config_rope_type
+from rope_patch.transformers_api.caches import cache_in_output
+from rope_patch.transformers_api.forwards import POSITIONS, cache_arguments, parameter_names
 from rope_patch.utils.errors import Refused, describe_error
 
 OK, WRONG, REFUSED, NOT_ASKED = "ok", "wrong", "refused", "not asked"
@@ -100,7 +100,7 @@ class Lengths(NamedTuple):
 
 
 class _NoCache(Exception):
-    """A model takes no cache, or returns none."""
+    """A model returns no cache."""
 
 
 @dataclass
@@ -116,12 +116,7 @@ class Subject:
     baselines: dict[Hashable, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        parameters = inspect.signature(type(self.model).forward).parameters
-        # By kind, not by name, which changes from release to release.
-        self.cache_parameter = next(
-            (name for name, p in parameters.items() if "Cache" in str(p.annotation)), None
-        )
-        self.takes_positions = "position_ids" in parameters
+        self.takes_positions = POSITIONS in parameter_names(self.model)
 
     def text(self, length: int, row: int = 0) -> torch.Tensor:
         """Return random tokens, `[1, S]`; a shorter text of the same row is its beginning."""
@@ -135,13 +130,9 @@ class Subject:
 
     def read_on(self, cache: Any, ids: torch.Tensor, **kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Read tokens behind those of a cache (None: none), and return cache and logits."""
-        if self.cache_parameter is None:
-            raise _NoCache(f"{type(self.model).__name__} takes no cache")
-        if cache is not None:
-            kwargs[self.cache_parameter] = cache
+        kwargs |= cache_arguments(self.model, cache)
         output = self.model(input_ids=ids, use_cache=True, **kwargs)
-        cache = next((value for value in output.values() if isinstance(value, Cache)), None)
-        if cache is None:
+        if (cache := cache_in_output(output)) is None:
             raise _NoCache(f"{type(self.model).__name__} returns no cache")
         return cache, _logits(output)
 
@@ -161,7 +152,7 @@ class Subject:
         """Return what `generate` passes for padded rows, for the last `new` tokens of a mask."""
         kwargs = {"attention_mask": mask}
         if self.takes_positions:
-            kwargs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
+            kwargs[POSITIONS] = (mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
         return kwargs
 
     def state(self) -> dict[str, Any]:

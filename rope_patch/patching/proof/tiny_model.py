@@ -18,6 +18,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from rope_patch.transformers_api.models import (
+    attention_implementation,
+    set_attention_implementation,
+)
 from rope_patch.utils.errors import describe_error
 
 TRAINED = 64  # tokens
@@ -145,8 +149,8 @@ def _require_one_attention_a_layer(tiny: Any) -> None:
 
 def _attention(model: nn.Module) -> str:
     """Return the implementation of attention of a model, where a CPU runs it."""
-    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    own = next((c._attn_implementation for c in configs if hasattr(c, "_attn_implementation")), "")
+    whole = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    own = attention_implementation(whole.config.get_text_config(decoder=True))
     return own if own in _ON_CPU else "sdpa"
 
 
@@ -284,7 +288,7 @@ def _layers(
 
 def _build(kind: Any, config: Any, attention: str) -> Any:
     """Return a model with random weights, large enough for rotations to change its logits."""
-    config._attn_implementation = attention
+    set_attention_implementation(config, attention)
     generator = torch.Generator().manual_seed(0)
     with _OwnRandomness(generator):
         model = kind(config).eval().requires_grad_(False)
