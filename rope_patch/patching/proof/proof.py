@@ -103,10 +103,12 @@ class Proof:
             lines.append(f"| {name} | " + " | ".join(_cell(k, name) for k in self.kinds) + " |")
         verdicts = " | ".join(kind.verdict for kind in self.kinds)
         lines += [f"| **verdict** | {verdicts} |", ""]
+        kinds_of_note: dict[str, list[str]] = {}
         for kind in self.kinds:
             notes = [f"{check.name}: {check.problem}" for check in kind.checks if check.problem]
-            notes = [kind.problem, *notes] if kind.problem else notes
-            lines += [f"- {kind.kind}: {note}" for note in notes]
+            for note in [kind.problem, *notes] if kind.problem else notes:
+                kinds_of_note.setdefault(note, []).append(kind.kind)
+        lines += [f"- {', '.join(kinds)}: {note}" for note, kinds in kinds_of_note.items()]
         return "\n".join(lines).rstrip()
 
 

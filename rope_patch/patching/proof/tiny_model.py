@@ -48,7 +48,10 @@ _SIZES: list[tuple[str, int]] = [
     (r"(mamba|linear|conv|ssm|time).*(n_heads|num.*heads)|mamba_n_heads|n_mamba_heads", 8),
     (r"(num.*heads|n_heads?|num_head|n_head)$", 4),
     (r"(num_experts_per_tok|top_k|topk|moe_topk|moe_k|num_experts_per_token)$", 2),
-    (r"(n_group|topk_group|n_groups|num_groups|mamba_n_groups|expert_groups)$", 1),
+    (
+        r"(n_group|topk_group|n_groups|num_expert_groups?|num_groups|mamba_n_groups|expert_groups)$",
+        1,
+    ),
     (r"(n_shared_experts|num_shared_experts)$", 1),
     (r"(num.*experts|n_routed_experts|moe_num_experts|num_local_experts|zero_expert_num)$", 4),
     (r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index)$", 1),
@@ -194,6 +197,8 @@ def _shrink(config: Any, last: Collection[str | None]) -> dict[str, Any]:
 
 def _tiny_value(name: str, value: Any) -> Any:
     """Return a field's value; a whole number shrinks by the field's name."""
+    if name in ("partial_rotary_factor", "rotary_pct") and value:
+        return 2 * max(1, round(value * _HEAD_DIM / 2)) / _HEAD_DIM  # an even part of the head
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     for pattern, size in _SIZES:
@@ -240,7 +245,8 @@ def _shrink_rope(name: str, value: Any, ratio: float) -> Any:
             return sections
         return value
     if not isinstance(value, dict):
-        return TRAINED // 4 if name == "original_max_position_embeddings" else value
+        shrinks = name in ("original_max_position_embeddings", "partial_rotary_factor")
+        return _tiny_value(name, value) if shrinks else value
     tiny = {key: _shrink_rope(key, inner, ratio) for key, inner in value.items()}
     if "yarn" in (tiny.get("rope_type"), tiny.get("type")) and "factor" in tiny:
         tiny["factor"] = 4.0  # reaches TRAINED, as published configs reach their length
