@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.patching.proof.checks import PatchFunction, kinds_of
 from rope_patch.patching.proof.proof import FAILED, PASSED, KindProof, prove, silence
-from rope_patch.patching.proof.tiny_model import tiny_config
+from rope_patch.patching.proof.tiny_model import models_within, tiny_config
 from rope_patch.transformers_api.releases import (
     NEWEST_TESTED,
     is_newer_than_tested,
@@ -88,7 +87,7 @@ def _is_wanted() -> bool:
 
 def _facts(model: nn.Module, plan: PatchPlan) -> dict[str, str]:
     """Return all that a proof depends on, besides the kind of methods."""
-    kind = type(next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model))
+    kind = type(next(iter(models_within(model)), model))
     try:
         with silence():
             tiny = tiny_config(plan.config)

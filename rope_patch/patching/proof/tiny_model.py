@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
 from rope_patch.transformers_api.models import (
     attention_implementation,
@@ -122,9 +121,10 @@ def tiny_model(model: nn.Module, text_config: Any, *, last: Collection[str | Non
 
 def _candidates(model: nn.Module, text_config: Any) -> Iterator[tuple[type, Any]]:
     """Yield classes and their configs: the whole model's, then its text part's."""
-    whole: Any = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    if whole is None:
+    parts = models_within(model)
+    if not parts:
         return
+    whole = parts[0]
     config = whole.config
     if isinstance(config, type(text_config)):
         yield type(whole), text_config
@@ -136,10 +136,16 @@ def _candidates(model: nn.Module, text_config: Any) -> Iterator[tuple[type, Any]
         config = copy.deepcopy(config)
         setattr(config, names[0], text_config)
         yield type(whole), config
-    for module in whole.modules():
-        if isinstance(module, PreTrainedModel) and isinstance(module.config, type(text_config)):
-            yield type(module), text_config
-            return
+    text = next((part for part in parts if isinstance(part.config, type(text_config))), None)
+    if text is not None:
+        yield type(text), text_config
+
+
+def models_within(model: nn.Module) -> list[Any]:
+    """Return the models of transformers within a module, the outermost first."""
+    from transformers import PreTrainedModel  # takes seconds, which importing this need not
+
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 def _require_one_attention_a_layer(tiny: Any) -> None:
@@ -152,8 +158,7 @@ def _require_one_attention_a_layer(tiny: Any) -> None:
 
 def _attention(model: nn.Module) -> str:
     """Return the implementation of attention of a model, where a CPU runs it."""
-    whole = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-    own = attention_implementation(whole.config.get_text_config(decoder=True))
+    own = attention_implementation(models_within(model)[0].config.get_text_config(decoder=True))
     return own if own in _ON_CPU else "sdpa"
 
 
