@@ -217,7 +217,7 @@ def run_checks(
     with contextlib.suppress(Refused), patch(tiny.model, other):
         foreign["another patch"] = _filled_cache(tiny, lengths)
 
-    handle = patch(tiny.model, request)
+    handle = _patch_again(tiny, request, patch)
     try:
         patched_long, patched_short = tiny.read(long), tiny.read(short)
         yield _changed(patched_long, before[0])
@@ -232,6 +232,14 @@ def run_checks(
     yield _undone(tiny, long, short, before)
     if follows:
         yield _follow(shallow(), lengths, request, patch)
+
+
+def _patch_again(tiny: Subject, request: Extension, patch: PatchFunction) -> Patch:
+    """Patch a tiny model that was patched in the same way and restored."""
+    try:
+        return patch(tiny.model, request)
+    except Refused as refusal:
+        raise RuntimeError(f"is refused after it was undone once: {refusal}") from refusal
 
 
 def make_request(tiny: Subject, kind: str, patch: PatchFunction) -> Extension:

@@ -8,8 +8,10 @@ import torch
 from helpers.tiny_models import make_config, make_model
 from transformers import Cache, DeepseekV3Config, LlamaForCausalLM
 
-from rope_patch.patching import prove
-from rope_patch.patching.proof.checks import DYNAMIC, KINDS, LIMIT, MAP, STATIC
+from rope_patch.patching import handle, prove
+from rope_patch.patching.config_copy import ConfigOverride
+from rope_patch.patching.dynamic.rerotation import KeyRerotation
+from rope_patch.patching.proof.checks import DYNAMIC, KINDS, LIMIT, MAP, STATIC, TWO_SETS
 from rope_patch.pretrained.loading import empty_model
 
 
@@ -43,6 +45,36 @@ def test_a_method_that_a_class_refuses_is_no_failure():
     assert [kind.verdict for kind in proof.kinds] == ["passed", "refused"]
     assert "latent attention" in proof.as_text()
     assert proof.is_ok
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "property_"),
+    [
+        # A guard that finds nothing to guard, as on a release that renames an argument.
+        ((handle, "install_cache_stamps"), STATIC, "a cache of the unpatched model is refused"),
+        ((handle, "install_cache_stamps"), STATIC, "a cache of another patch is refused"),
+        ((KeyRerotation, "rerotate"), DYNAMIC, "cached keys follow a growing text"),
+        ((KeyRerotation, "rerotate"), TWO_SETS, "cached keys follow a growing text"),
+        ((handle, "set_frequencies"), STATIC, "the patch acts"),
+    ],
+)
+def test_a_part_that_does_nothing_fails_the_proof(part, kind, property_, monkeypatch):
+    model = make_model()
+    assert prove(model, [kind]).is_ok
+    monkeypatch.setattr(*part, lambda *_, **__: [])
+    proof = prove(model, [kind])
+    assert not proof.is_ok
+    (failed,) = proof.kinds
+    assert failed.verdict == "failed"
+    assert {check.name: check.verdict for check in failed.checks}[property_] == "wrong"
+    assert property_ in " ".join(failed.failures)
+
+
+def test_an_undo_that_leaves_something_fails_the_proof(monkeypatch):
+    monkeypatch.setattr(ConfigOverride, "undo", lambda *_: [])
+    (kind,) = prove(make_model(), [STATIC]).kinds
+    assert kind.verdict == "failed"
+    assert "refused after it was undone" in kind.problem
 
 
 class Forgetful(LlamaForCausalLM):
