@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import version
 
 from packaging.version import Version
@@ -9,6 +10,7 @@ from packaging.version import Version
 NEWEST_TESTED = "5.24.0"
 
 
+@functools.cache  # reading a package's metadata takes a millisecond, and every patch asks
 def transformers_version() -> str:
     """Return the installed release of transformers."""
     return version("transformers")
