@@ -2,6 +2,7 @@
 # make test            the tests that take minutes; make test-slow the others
 # make test-installed  the commands from a wheel, in an environment of its own
 # make test-engines    the plugin for vLLM, exports and verdicts, in engines, in their environment
+# make test-vllm-source  what the plugin leans on, in the source of the vLLM named by VLLM
 # make test-triton     the kernels' machine code by each Triton, beside that of others' kernels
 # make test-oldest     what matters, on the oldest versions that pyproject.toml allows
 # make test-newest     the main groups, on the newest of everything
@@ -16,6 +17,7 @@ OLDEST ?= .venv-oldest
 NEWEST ?= .venv-newest
 RELEASE = .venv-transformers-$(VERSION)
 ENGINES ?= .venv-engines
+VLLM ?= 0.33.0
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 RIVALS ?= out/rivals
 BIN := $(VENV)/bin
@@ -28,8 +30,8 @@ RECORD := PYTHONPATH=$(CURDIR)/tests/compatibility
 RUNS := tests/compatibility/runs
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow test-installed test-engines test-triton test-oldest test-newest \
-	test-transformers lint docs clean
+.PHONY: demo test test-slow test-installed test-engines test-vllm-source test-triton \
+	test-oldest test-newest test-transformers lint docs clean
 
 # Two texts decide, because each is asked at all four depths.
 demo: $(DEMO)/weights
@@ -49,6 +51,10 @@ test-installed: $(VENV)/installed
 test-engines: $(ENGINES)/weights $(ENGINES)/converter
 	$(RECORD) $(ENGINES)/bin/pytest -p recording --record $(RUNS)/engines.json -o norecursedirs=build \
 		-m engines tests/engines
+
+# For releases that have no build for CPUs: only their source is read. The wheel has 340 MB.
+test-vllm-source: $(VENV)/installed out/vllm-$(VLLM)
+	VLLM_SOURCE=out/vllm-$(VLLM) $(BIN)/pytest -m engines tests/engines/vllm_source -rP
 
 test-triton: $(VENV)/installed $(RIVALS)/files $(TRITONS:%=out/triton-%)
 	for version in $(TRITONS); do \
@@ -154,6 +160,15 @@ $(ENGINES)/converter: $(ENGINES)/installed
 		"*/vendor/llama.cpp/gguf-py"
 	rm -r $(ENGINES)/source
 	touch $@
+
+# Its Python files and metadata.
+out/vllm-%:
+	rm -rf $@ $@.wheel
+	$(BIN)/pip download --quiet --no-deps --dest $@.wheel vllm==$*
+	$(BIN)/python -c "import pathlib, zipfile; \
+		wheel = zipfile.ZipFile(*pathlib.Path('$@.wheel').glob('*.whl')); \
+		wheel.extractall('$@', [n for n in wheel.namelist() if n.endswith(('.py', '/METADATA'))])"
+	rm -r $@.wheel
 
 # A folder that is put before others on Python's path.
 out/triton-%: $(VENV)/installed

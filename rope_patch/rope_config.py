@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rope_patch.geometry import Geometry
+from rope_patch.original_config import require_known_start, trained_config_length
 from rope_patch.trained_yarn import trained_yarn_evidence
 from rope_patch.transformers_api.models import rope_functions
 from rope_patch.utils.errors import Refused
@@ -19,7 +20,7 @@ START_CHOICES = ("auto", "unscaled", "running")
 
 # Scalings that a new method replaces with start="auto": it extends the unscaled frequencies at the
 # original length. Models were trained with the other scalings, so doing that would undo training.
-# Of YaRN, `trained_yarn_evidence` decides.
+# Of YaRN, `trained_yarn_evidence` decides; of a rotation that we trained, its record in the config.
 _DISCARDED_SCALINGS = ("default", "linear", "dynamic", "yarn")
 
 # Architectures whose configs accept no scaling but longrope.
@@ -54,7 +55,8 @@ def read_geometries(
     Frequencies are unscaled; the trained length is that of the frequencies `start` selects.
 
     Args:
-        config: A decoder's config, as transformers 5 standardises it (`rope_parameters`).
+        config: A decoder's config, as transformers 5 standardises it (`rope_parameters`), without
+            a patch that it was saved with (`original_config`).
         trained_length: Overrides the config's trained length.
         start: See `patch`.
 
@@ -73,6 +75,7 @@ def read_geometries(
         )
     if not isinstance(parameters, dict):
         raise Refused(f"rope_parameters must be a dict, got {parameters!r} in the config")
+    require_known_start(config, start)
     return {
         layer_type: _read_geometry(config, layer_type, layer_parameters, trained_length, start)
         for layer_type, layer_parameters in by_layer_type(parameters).items()
@@ -168,6 +171,8 @@ def extends_scaled_frequencies(config: Any, parameters: dict[str, Any], start: s
         )
     if start != "auto":
         return start == "running"
+    if trained_config_length(config) is not None:
+        return True
     if rope_type == "yarn":
         return trained_yarn_evidence(config, parameters) is not None
     return rope_type not in _DISCARDED_SCALINGS
@@ -236,7 +241,10 @@ def _trained_length(config: Any, parameters: dict[str, Any], start: str) -> int:
             "original_max_position_embeddings must be a whole number of tokens, at least 1, got "
             f"{original!r} in the config"
         )
-    if extends_scaled_frequencies(config, parameters, start):
+    trained_length: Any = None if start == "unscaled" else trained_config_length(config)
+    if trained_length is not None:
+        pass  # rope_patch recorded it
+    elif extends_scaled_frequencies(config, parameters, start):
         lengths = [max_positions] if isinstance(max_positions, int) else []
         if rope_type in ("linear", "yarn") and original:  # max_positions may be the original
             lengths.append(round(_read_number(parameters, "factor", least=1) * original))

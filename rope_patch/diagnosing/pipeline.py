@@ -26,6 +26,7 @@ from rope_patch.methods import Frequencies, Method, build
 from rope_patch.methods.base import require_tokens
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.methods.registry import get_method
+from rope_patch.original_config import original_config
 from rope_patch.patching.continued_yarn import inherit_constants, require_no_shrink
 from rope_patch.patching.geometry_selection import base_geometries
 from rope_patch.patching.method_wrappers import ContinuedScaling, describe_yarn
@@ -102,8 +103,9 @@ def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis | Enco
             else replace(request, trained_length=assumed)
         )
     config_length = promised_length(subject.config, layers)
+    original = original_config(subject.config, request.start, request.trained_length)
     geometries = base_geometries(
-        subject.original_config,
+        original,
         subject.rotaries,
         request.trained_length,
         request.layer_types,
@@ -111,8 +113,7 @@ def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis | Enco
     )
     trained_in_config = next(iter(geometries.values())).trained_length
     if extension.method != "default":
-        original = subject.original_config
-        require_no_shrink(extension, original, geometries)
+        require_no_shrink(extension, original, geometries, subject.config)
         own_parameters = by_layer_type(original.rope_parameters)
         extension = inherit_constants(extension, geometries, own_parameters)
     built_method, reached_length = _resolve_method(extension, trained_in_config)
@@ -122,7 +123,7 @@ def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis | Enco
     facts = Facts(subject, layers, config_length, target, assumed)
     rotations = {
         layer_type: _pair_table(
-            geometry, layers[layer_type], built_method, target, config_length, subject
+            geometry, layers[layer_type], built_method, target, config_length, original, subject
         )
         for layer_type, geometry in geometries.items()
     }
@@ -174,9 +175,10 @@ def _pair_table(
     method: Method | None,
     length: int,
     promised_length: int,
+    original: Any,
     subject: Subject,
 ) -> PairTable:
-    layer_type, original = geometry.layer_type, subject.original_config
+    layer_type = geometry.layer_type
     own_yarn = describe_yarn(subject.config, layer_type)
     if method is not None:
         reach = method.reach(geometry.trained_length) if isinstance(method, PositionMap) else length

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig
 
-from rope_patch.original_config import original_config
 from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_rotaries
 from rope_patch.pretrained import demo
@@ -56,11 +55,6 @@ class Subject:
     path: str = ""
     display_name: str = "MODEL"
     is_loadable: bool = True
-
-    @property
-    def original_config(self) -> Any:
-        """Return the decoder's config without a patch that it was saved with."""
-        return original_config(self.config)
 
     def patch_call(self, method: str, arguments: str) -> str:
         """Return the line of Python that extends the model."""
@@ -108,7 +102,10 @@ def _from_model(model: nn.Module, display_name: str | None) -> Subject:
         raise ValueError(
             f"{type(model).__name__} has no transformers config: expected a transformers model"
         )
-    config = handle.original_config if handle else full_config.get_text_config(decoder=True)
+    config = full_config.get_text_config(decoder=True)
+    if handle:
+        is_trained = handle.is_trained
+        config = handle.model_config(model) if is_trained else handle.original_config
     rotaries, problem = _find_rotaries(model)
     path = str(getattr(full_config, "_name_or_path", "") or "")
     return Subject(

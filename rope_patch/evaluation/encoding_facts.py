@@ -41,7 +41,8 @@ def model_lengths(
     text = config.get_text_config(decoder=True)
     if not _rotates(text) and (length := _site_length(path, config, trained_length)):
         return {}, length
-    geometries = read_geometries(original_config(text), trained_length, start)
+    text = original_config(text, start, trained_length)
+    geometries = read_geometries(text, trained_length, start)
     return geometries, next(iter(geometries.values())).trained_length
 
 

@@ -15,7 +15,7 @@ from rope_patch.patching import check, check_encoding
 from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.loading import empty_model, require_dtype
 from rope_patch.pretrained.quantization import parse_quantization, require_unquantized
-from rope_patch.pretrained.sidecar import read_sidecar
+from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.tasks import short, texts
 from rope_patch.utils.errors import did_you_mean
 
@@ -238,7 +238,7 @@ def check_methods(request: EvalRequest, path: str, config: Any) -> None:
     Raises:
         ValueError: What was expected, what was got, and what to do.
     """
-    _check_saved(request, read_sidecar(path))
+    _check_saved(request, patch_to_restore(path))
     model = None
     for method in request.methods:
         if method == BASELINE:

@@ -28,7 +28,7 @@ from rope_patch.patching.method_wrappers import method_origin
 from rope_patch.pretrained.device_map import placement
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.quantization import loading_arguments, parse_quantization, quantize
-from rope_patch.pretrained.sidecar import read_sidecar
+from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.tasks import chat_template
 from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils import atomic_files, checksums, provenance
@@ -116,7 +116,7 @@ class Session:
         dtype = self._checkpoint_dtype if where["dtype"] == "auto" else where["dtype"]
         quantized = loading_arguments(self.quantization, dtype)
         # The plain form of a model that was saved with a patch has that patch.
-        self.model = (read_model if read_sidecar(self.path) is None else load)(
+        self.model = (read_model if patch_to_restore(self.path) is None else load)(
             self.path, **where, gguf_file=request.gguf_file, **quantized
         )
         quantize(self.model, self.quantization)

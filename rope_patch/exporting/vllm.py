@@ -5,10 +5,11 @@ transformers_utils/config.py, 2025-11 to 0.33.0). transformers reads the same fi
 vLLM would rotate transformers' own form differently, `longrope` expresses it with one stretch for
 each pair:
 
-- Older releases read neither attention_factor nor mscale for YaRN, newer ones no attn_factor. All
-  of them read short_mscale and long_mscale for longrope.
 - For YaRN they compute cos and sin for at most factor times the trained length.
 - Older releases lack `proportional`, and newer ones do not divide by its factor.
+
+YaRN's attention factor has two names there, and both are written: releases from 0.30 on read
+attention_factor, earlier ones multiply the paper's factor by attn_factor.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from rope_patch.exporting import vllm_plugin
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.rotation import LayerRotation
 from rope_patch.exporting.target import Target
+from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.rope_config import config_rope_type
 from rope_patch.utils.errors import Refused
 
 NAME = "vllm"
+
 _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
@@ -80,17 +83,23 @@ def overrides(target: Target, length: int, positions: int) -> dict[str, Any]:
     """
     target.require_static(NAME)
     all_parameters = {
-        layer_type: _rope_fields(target, rotation, length)
+        layer_type: _rope_fields(target, layer_type, rotation, length)
         for layer_type, rotation in target.rotations.items()
     }
     fields = {"max_position_embeddings": positions, **target.fields(all_parameters)}
+    if target.model_type == "deepseek_v4":
+        fields |= _deepseek_v4_thetas(target)
     return target.nest_fields(fields)
 
 
-def _rope_fields(target: Target, rotation: LayerRotation, length: int) -> dict[str, Any]:
+def _rope_fields(
+    target: Target, layer_type: str | None, rotation: LayerRotation, length: int
+) -> dict[str, Any]:
     parameters = dict(rotation.parameters)
     if target.model_type == "gpt_oss":
         return _gpt_oss_fields(target, rotation, length)
+    if target.model_type == "deepseek_v4":
+        return _deepseek_v4_fields(target, layer_type, rotation, length)
     scaling = rotation.scaling
     if target.is_mla:
         return _mla_fields(target, rotation)
@@ -101,9 +110,8 @@ def _rope_fields(target: Target, rotation: LayerRotation, length: int) -> dict[s
             target.text is not target.config
             and config_rope_type(rotation.checkpoint_parameters) == "yarn"
         )
-        keys = parameters.keys() | (rotation.checkpoint_parameters.keys() if is_merged else set())
-        if length <= table_length and not {"attention_factor", "mscale"} & keys:
-            return {**_YARN_DEFAULTS, **parameters} if is_merged else parameters
+        if length <= table_length:
+            return _yarn_fields(rotation, is_merged)
     elif scaling == "default" or (
         scaling in ("linear", "llama3") and "mrope_section" not in parameters
     ):
@@ -111,18 +119,35 @@ def _rope_fields(target: Target, rotation: LayerRotation, length: int) -> dict[s
     if "mrope_section" in parameters:
         raise target.refuse(
             NAME,
-            "for a model with several positions a token (M-RoPE) it reads a new theta, or YaRN "
-            "with its own attention factor; use ntk, abf or yarn",
+            "for a model with several positions a token (M-RoPE) it reads a new theta, or YaRN; "
+            "use ntk, abf or yarn",
         )
     if not target.is_half_layout:
         raise target.refuse(
             NAME,
             "its longrope, which could say it pair by pair, rotates halves of heads, and this "
-            "model rotates neighbours; use linear, ntk, abf, llama3 or yarn with default options",
+            "model rotates neighbours; use linear, ntk, abf, llama3 or yarn",
         )
     fields = rotation.as_longrope(length) if scaling != "longrope" else parameters
     factor = rotation.attention_factor
     return {**fields, "short_mscale": factor, "long_mscale": factor}
+
+
+def _yarn_fields(rotation: LayerRotation, is_merged: bool) -> dict[str, Any]:
+    """Return YaRN's fields, with the attention factor in the form of every release.
+
+    Args:
+        rotation: The rotation.
+        is_merged: Whether fields of the checkpoint stay that are not written.
+    """
+    parameters, own = rotation.parameters, rotation.checkpoint_parameters
+    keys = parameters.keys() | (own.keys() if is_merged else set())
+    fields = {**(_YARN_DEFAULTS if is_merged else {}), **parameters}
+    if not {"attention_factor", "mscale"} & keys:
+        return fields
+    factor = rotation.attention_factor  # wins over mscale, which may be left of the checkpoint's
+    fields |= {"attention_factor": factor, "attn_factor": factor / yarn_mscale(fields["factor"])}
+    return {key: value for key, value in fields.items() if "mscale" not in key}
 
 
 def _mla_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
@@ -170,6 +195,40 @@ def _gpt_oss_fields(target: Target, rotation: LayerRotation, length: int) -> dic
         "gpt-oss takes there YaRN with its own attention factor, up to factor times the trained "
         "length, or a new theta; use yarn, ntk or abf",
     )
+
+
+def _deepseek_v4_fields(
+    target: Target, layer_type: str | None, rotation: LayerRotation, length: int
+) -> dict[str, Any]:
+    """Return what vLLM's DeepSeek-V4 reads: a theta, or YaRN on the compressed branches.
+
+    models/deepseek_v4/common/rope.py of 0.30 to 0.33 reads every scaling there as YaRN with a
+    truncated ramp, leaves cos and sin unscaled, and reads no scaling of the windows.
+    """
+    parameters = rotation.parameters
+    if rotation.scaling == "default":
+        return parameters
+    if (
+        layer_type == "compress"
+        and rotation.scaling == "yarn"
+        and rotation.attention_factor == 1
+        and parameters.get("truncate", True)
+        and length <= parameters["factor"] * parameters["original_max_position_embeddings"]
+    ):
+        return {"beta_fast": 32.0, "beta_slow": 1.0, **parameters, "attention_factor": 1.0}
+    raise target.refuse(
+        NAME,
+        "DeepSeek-V4 takes there a new theta, or YaRN on its compressed branches with an "
+        "attention factor of 1 and a truncated ramp, up to factor times the original length; use "
+        "yarn with attention_factor=1, or ntk or abf on a rotation without a scaling",
+    )
+
+
+def _deepseek_v4_thetas(target: Target) -> dict[str, float]:
+    """Return the thetas that vLLM's DeepSeek-V4 reads beside `rope_parameters`, if they change."""
+    names = {"rope_theta": "main", "compress_rope_theta": "compress"}
+    thetas = {name: target.rotations[layer_type].theta for name, layer_type in names.items()}
+    return {name: theta for name, theta in thetas.items() if getattr(target.text, name) != theta}
 
 
 def _notes(target: Target, config: dict[str, Any]) -> list[str]:

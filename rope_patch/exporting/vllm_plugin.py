@@ -29,8 +29,8 @@ def plugin_refusal(target: Target) -> str | None:
         return "a config's own scaling is vLLM's to read"
     if target.is_mla:
         return "latent attention has its attention factor in the softmax scale"
-    if target.model_type == "gpt_oss":
-        return "vLLM's gpt-oss builds its YaRN itself"
+    if target.model_type in ("gpt_oss", "deepseek_v4"):
+        return f"vLLM's {target.model_type} builds its YaRN itself"
     if getattr(unwrap(method), "growth", None) == "exact":
         return "growth='exact' has another rotation for every length; leave it out"
     if isinstance(method, ContinuedScaling):

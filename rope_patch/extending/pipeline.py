@@ -32,7 +32,7 @@ from rope_patch.inference.samples import needles_refusal
 from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
-from rope_patch.pretrained.sidecar import read_sidecar
+from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.recommending import recommend
 from rope_patch.recommending.budget import BudgetTooSmall
 from rope_patch.recommending.result import JSON_FILE, MARKDOWN_FILE
@@ -90,7 +90,7 @@ def _check(request: ExtendRequest) -> tuple[int, int]:
             f"{request.model} ({config.model_type}) does not rotate, and extend compares "
             "rotations: use rope-patch patch and compare"
         )
-    if read_sidecar(path) is not None:
+    if patch_to_restore(path) is not None:
         raise Refused(
             f"{request.model} was saved with a patch by rope_patch: extend the model that it was "
             "made from"

@@ -14,7 +14,7 @@ from rope_patch.extending.candidates import Candidate
 from rope_patch.extending.card import render_card
 from rope_patch.extending.request import ExtendRequest
 from rope_patch.patching import patch
-from rope_patch.pretrained.loading import empty_model, read_config
+from rope_patch.pretrained.loading import empty_model, read_config, read_original_config
 from rope_patch.pretrained.patched_checkpoint import patch_checkpoint
 from rope_patch.pretrained.sidecar import extension_from_sidecar, read_sidecar
 from rope_patch.utils import atomic_files
@@ -100,12 +100,11 @@ def write_exports(folder: Path) -> None:
 
 def _rotating_model(folder: Path) -> Any:
     """Return a folder's model without weights, rotated as its sidecar says."""
-    config, sidecar = read_config(str(folder)), read_sidecar(folder)
+    sidecar = read_sidecar(folder)
     if sidecar is None or sidecar.get("native"):
-        return empty_model(str(folder), config)
-    text = config.get_text_config(decoder=True)
-    for name, value in sidecar["original"].items():
-        setattr(text, name, value)
+        return empty_model(str(folder), read_config(str(folder)))
+    extension = replace(extension_from_sidecar(sidecar), kernels="hf")
+    config = read_original_config(folder, extension.start, extension.trained_length)
     model = empty_model(str(folder), config)
-    patch(model, replace(extension_from_sidecar(sidecar), kernels="hf"))
+    patch(model, extension)
     return model

@@ -30,6 +30,7 @@ from rope_patch.pretrained.sidecar import (
     make_sidecar,
     read_sidecar,
 )
+from rope_patch.pretrained.trained_rotation import mark_trained, mark_trained_as
 from rope_patch.transformers_api.training import (
     ExportableState,
     TrainerCallback,
@@ -55,6 +56,8 @@ class RopePatchCallback(TrainerCallback, ExportableState):
       and accelerate have wrapped.
     - Every checkpoint and the final `save_model` hold the rotation as `rope_patch.save` writes it:
       in the config and in `rope_patch.json`, beside an adapter, too.
+    - They record that the model was trained so: another patch, of whatever loads them, continues
+      the trained rotation (docs/methods.md).
     - A run resumes only from checkpoints of the same rotation.
     - Rows that are longer than the target length are refused.
 
@@ -90,7 +93,9 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         arguments = (
             {} if extension is None else {"method": extension.method, **extension.arguments()}
         )
-        record = None if self.handle is None else make_sidecar(self.handle, native=False)
+        handle = self.handle
+        trained = isinstance(handle, Patch) and handle.is_trained
+        record = None if handle is None else make_sidecar(handle, False, trained)
         return {"args": arguments, "attributes": {}, _RECORD: record}
 
     def on_init_end(
@@ -116,6 +121,7 @@ class RopePatchCallback(TrainerCallback, ExportableState):
             require_acting(model, handle)
         if state.global_step > 0:
             self._require_same_run(model, state)
+            mark_trained(model)
         install_save_hooks(model, handle)
         if isinstance(handle, Patch):
             install_row_guard(model, handle)
@@ -125,6 +131,13 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         warn_about_reference(args, model, handle)
         _raise_tokenizer_length(kwargs.get("processing_class"), handle)
         logger.info("training %s: %s", type(model).__name__, describe(handle))
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Record that the model is trained under its rotation, from the first step on."""
+        if isinstance(self.handle, Patch) and not self.handle.is_trained:
+            mark_trained(model)
 
     def on_save(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
@@ -155,7 +168,8 @@ class RopePatchCallback(TrainerCallback, ExportableState):
                 "one with the encoding of its class; train it without the callback, and save it "
                 "with rope_patch.save"
             )
-        extension = self.extension or _recorded_extension(model)
+        sidecar = None if self.extension else _recorded_patch(model)
+        extension = extension_from_sidecar(sidecar) if sidecar else self.extension
         if extension is None:
             return
         if is_training and rotation_refusal(model) is not None:
@@ -165,6 +179,7 @@ class RopePatchCallback(TrainerCallback, ExportableState):
                 "rope_patch.patch first"
             )
         self.handle = patch(model, extension)
+        mark_trained_as(model, sidecar or {})
 
     def _require_same_run(self, model: nn.Module, state: Any) -> None:
         """Raise unless the checkpoint of a resumed run has the model's rotation."""
@@ -180,12 +195,11 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         require_recorded_rotation(model, self.handle, record, checkpoint)
 
 
-def _recorded_extension(model: nn.Module) -> Extension | None:
-    """Return the request that the sidecar in a model's folder records, if there is one."""
+def _recorded_patch(model: nn.Module) -> dict[str, Any] | None:
+    """Return the sidecar in a model's folder, if there is one."""
     config: Any = getattr(model, "config", None)
     folder = getattr(config, "_name_or_path", None)
-    sidecar = read_sidecar(folder) if folder else None
-    return None if sidecar is None else extension_from_sidecar(sidecar)
+    return read_sidecar(folder) if folder else None
 
 
 def _no_patch(model: nn.Module, had_patch: bool) -> Refused:

@@ -5,6 +5,7 @@ from rope_patch.patching.entry_points import (
     check_encoding,
     patch,
     patch_rotation,
+    prove,
     unpatch,
 )
 from rope_patch.patching.handle import Patch, current
@@ -21,6 +22,7 @@ __all__ = [
     "list_encodings",
     "patch",
     "patch_rotation",
+    "prove",
     "restore",
     "unpatch",
 ]

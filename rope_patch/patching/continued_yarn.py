@@ -12,6 +12,7 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies
 from rope_patch.methods.registry import get_method
 from rope_patch.methods.yarn import YaRN
+from rope_patch.original_config import is_saved_patch, trained_config_length, trained_record
 from rope_patch.rope_config import by_layer_type, config_rope_type
 from rope_patch.utils.errors import Refused
 
@@ -40,23 +41,44 @@ def read_yarn(parameters: Mapping[str, Any]) -> YaRN:
 
 
 def require_no_shrink(
-    extension: Extension, config: Any, geometries: Mapping[str | None, Geometry]
+    extension: Extension,
+    config: Any,
+    geometries: Mapping[str | None, Geometry],
+    model_config: Any,
 ) -> None:
-    """Raise if a request ends below the length that the model reads under its config's YaRN.
+    """Raise if a request ends below the length that the model reads now.
+
+    That is under its config's YaRN, or under a patch that it was saved with.
 
     Args:
-        extension: The request; `start="unscaled"` allows it.
-        config: The text config of the unpatched model.
+        extension: The request; `start="unscaled"` allows it. A `trained_length` allows it for a
+            saved patch.
+        config: The text config that the extension starts from.
         geometries: The geometries that the request starts from.
+        model_config: The text config of the unpatched model, with the record of a saved patch.
 
     Raises:
         ValueError: It does. The message names both lengths.
     """
-    own_parameters = by_layer_type(config.rope_parameters)
-    scalings = {config_rope_type(own_parameters[layer_type]) for layer_type in geometries}
-    if extension.start == "unscaled" or "yarn" not in scalings:
+    if extension.start == "unscaled":
         return
     first = next(iter(geometries.values()))
+    saved = getattr(model_config, "max_position_embeddings", None)
+    target = _target(extension, first)
+    # What no config states is refused as such, unless it is restored.
+    is_stated = trained_record(config) is None or trained_config_length(config) is not None
+    is_replaced = is_saved_patch(model_config) and extension.trained_length is None and is_stated
+    if target is not None and is_replaced and isinstance(saved, int) and target < saved:
+        raise Refused(
+            f"the model reads {saved:,} tokens now, under the patch that it was saved with, and "
+            f"the request ends at {round(target):,}: expected a longer length. "
+            f"trained_length={first.trained_length} replaces that patch, and counts the factor "
+            "from the length before it"
+        )
+    own_parameters = by_layer_type(config.rope_parameters)
+    scalings = {config_rope_type(own_parameters[layer_type]) for layer_type in geometries}
+    if "yarn" not in scalings:
+        return
     claimed = getattr(config, "max_position_embeddings", None)
     reaches = [
         round(parameters["factor"] * (parameters.get(_ORIGINAL) or first.trained_length))
@@ -68,16 +90,21 @@ def require_no_shrink(
         claimed if isinstance(claimed, int) else 0,
         *reaches,
     )
-    target: Any = extension.length
-    if target is None and extension.factor is not None:
-        target = extension.factor * first.trained_length
-    if not isinstance(target, int | float) or not 0 < target < present:
+    if target is None or target >= present:
         return
     raise Refused(
         f"the model reads {present:,} tokens now, under its config's own yarn, and the request "
         f"ends at {round(target):,}: expected a longer length. start='unscaled' replaces that "
         "yarn, and counts the factor from the length before it"
     )
+
+
+def _target(extension: Extension, geometry: Geometry) -> float | None:
+    """Return the length that a request ends at, in tokens; None if it names none."""
+    target: Any = extension.length
+    if target is None and isinstance(extension.factor, int | float):
+        target = extension.factor * geometry.trained_length
+    return target if isinstance(target, int | float) and target > 0 else None
 
 
 def inherit_constants(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,6 +22,10 @@ from rope_patch.patching.encodings.plan import EncodingPlan, make_encoding_plan
 from rope_patch.patching.encodings.probe import UnknownEncoding
 from rope_patch.patching.handle import Patch, current
 from rope_patch.patching.plan import PatchPlan, make_plan
+from rope_patch.patching.proof.checks import KINDS
+from rope_patch.patching.proof.first_use import require_proof
+from rope_patch.patching.proof.proof import Proof
+from rope_patch.patching.proof.proof import prove as prove_kinds
 from rope_patch.patching.replacement.extension import encoded_extension, rotation_refusal
 from rope_patch.utils.errors import Refused
 
@@ -78,7 +82,9 @@ def patch(
             was trained in included. Exactly one of `factor` and `length`; dynamic methods and
             `nope` need neither.
         length: Target length in tokens; for dynamic methods the largest one expected.
-        trained_length: Tokens of pretraining, if the config states them wrongly.
+        trained_length: Tokens of pretraining, if the config states them wrongly. For a model that
+            was saved with a patch: the length before or under the patch, which names the rotation
+            to start from.
         layer_types: Which layers to change, where a model has several types; all but the
             sliding-window ones unless given.
         kernels: Which code applies the rotation. "auto": Triton's kernels on a GPU, plain torch on
@@ -91,7 +97,9 @@ def patch(
             `yarn` that was put on (see `rope_patch.trained_yarn`). It builds on the others
             (`llama3`, `longrope`, a trained `yarn`, ...). YaRN on YaRN is one YaRN from the
             config's original length. Requests that end below the length under the config's YaRN
-            need "unscaled".
+            need "unscaled". A model that rope_patch trained starts from the trained rotation, and
+            one that it only saved, from the checkpoint (docs/methods.md); "unscaled" goes back to
+            the checkpoint in both cases.
         **options: The method's options.
 
     Returns:
@@ -120,8 +128,14 @@ def patch(
 
 def patch_rotation(model: nn.Module, method: str | Extension, **arguments: Any) -> Patch:
     """Extend a model that rotates: `patch` for code that needs the rotation's handle."""
-    extension = Extension.of(method, **arguments)
-    plan = check(model, extension)
+    handle = _apply(model, check(model, method, **arguments))
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("patched %s: %s", type(model).__name__, handle.summary().replace("\n ", ";"))
+    return handle
+
+
+def _apply(model: nn.Module, plan: PatchPlan) -> Patch:
+    """Replace the patch that is in effect, if any, by a plan's."""
     handle = Patch(plan)
     if active_patch := current(model):
         active_patch._deactivate()
@@ -134,8 +148,6 @@ def patch_rotation(model: nn.Module, method: str | Extension, **arguments: Any) 
         if active_patch:
             active_patch._restore(model)
         raise
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("patched %s: %s", type(model).__name__, handle.summary().replace("\n ", ";"))
     return handle
 
 
@@ -170,14 +182,40 @@ def _explained(refusal: Refused) -> Iterator[None]:
         raise refusal from error
 
 
-@torch_defaults()
 def check(model: nn.Module, method: str | Extension, **arguments: Any) -> PatchPlan:
-    """Raise whatever `patch` would raise for the same arguments; change nothing."""
-    extension = Extension.of(method, **arguments)
+    """Raise whatever `patch` would raise for the same arguments; change nothing.
+
+    On a release of transformers that was not tested, that takes a proof at the first use.
+    """
+    plan = _plan(model, Extension.of(method, **arguments))
+    require_proof(model, plan, _patch_unproven)
+    return plan
+
+
+def prove(model: nn.Module, kinds: Sequence[str] = KINDS) -> Proof:
+    """Return the proof of kinds of methods on a tiny model of a model's class.
+
+    Args:
+        model: The model, which stays as it is; one on the meta device will do.
+        kinds: See `rope_patch.patching.proof.checks.KINDS`.
+
+    Raises:
+        Refused: No static method can extend the model.
+    """
+    plan = _plan(model, Extension("linear", factor=4))
+    return prove_kinds(model, plan, kinds, _patch_unproven)
+
+
+def _patch_unproven(model: nn.Module, extension: Extension) -> Patch:
+    return _apply(model, _plan(model, extension))
+
+
+@torch_defaults()
+def _plan(model: nn.Module, extension: Extension) -> PatchPlan:
     active_patch = current(model)
     require_no_batching_manager(model)
-    original_config = active_patch.original_config if active_patch else None
-    return make_plan(model, original_config, extension)
+    model_config = active_patch.model_config(model) if active_patch else None
+    return make_plan(model, model_config, extension)
 
 
 def unpatch(model: nn.Module) -> None:

@@ -124,6 +124,8 @@ def forward_per_row(
         setattr(module, name, row[0])
         setattr(module, scale_name, scale)
         outputs.append(forward(x, positions[..., index : index + 1, :], *extra))
+    if isinstance(outputs[0], torch.Tensor):  # complex numbers, not cos and sin (Llama 4)
+        return torch.cat(outputs)
     return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 

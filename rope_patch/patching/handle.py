@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from functools import partial
@@ -12,6 +13,8 @@ from torch import nn
 
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
+from rope_patch.original_config import FIELD, trained_config_length, trained_record
+from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.config_copy import ConfigOverride
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.dynamic.admission import watch_admission
@@ -61,7 +64,8 @@ class Patch:
         geometries: The unextended rotation of each layer type that changed (None: all layers).
         frequencies: The rotation in effect at the target length, for the same layer types; at the
             trained length where there is no target (see `frequencies_at`).
-        original_config: The text config of the unpatched model.
+        original_config: The text config that the patch extends: of the model as it was trained.
+        is_trained: Whether weights were trained under this very rotation.
         original_frequencies: Frequencies of the unpatched model, for the layer types that changed.
         softmax_mscale: mscale applied in the softmax scale (squared) for MLA models; 1 for all
             others.
@@ -77,6 +81,10 @@ class Patch:
         self.factor = None if plan.length is None else plan.length / plan.trained_length
         self.geometries = plan.geometries
         self.original_config = plan.config
+        # A plan that starts from a rotation that no config states restores that rotation.
+        record = trained_record(plan.config)
+        self.is_trained = record is not None and record["rope_parameters"] is None
+        self._model_config = plan.model_config
         self._unchanged_layer_types = plan.unchanged_layer_types
         self._length_hooks = [hooks for _, _, hooks in plan.length_hooks]
         self.frequencies = plan.frequencies()
@@ -107,9 +115,20 @@ class Patch:
 
     @property
     def original(self) -> dict[str, Any]:
-        """Return `max_position_embeddings` and `rope_parameters` of the unpatched config."""
-        names = ("max_position_embeddings", "rope_parameters")
+        """Return `max_position_embeddings` and `rope_parameters` of the config before the patch.
+
+        With `rope_patch` if the model was trained under the rotation that they state.
+        """
+        names = ["max_position_embeddings", "rope_parameters"]
+        names += [FIELD] if trained_config_length(self.original_config) else []
         return {name: getattr(self.original_config, name) for name in names}
+
+    def model_config(self, model: nn.Module) -> Any:
+        """Return the text config that tells another patch of a model what it starts from."""
+        if not self.is_trained:
+            return self._model_config
+        # `mark_trained` recorded the rotation there. A copy, because undoing changes it.
+        return copy.deepcopy(find_rotaries(model)[0].module.config)
 
     @property
     def active(self) -> bool:
@@ -120,6 +139,17 @@ class Patch:
     def is_length_dependent(self) -> bool:
         """Return whether the frequencies depend on the length of each sequence."""
         return bool(self._length_hooks)
+
+    @property
+    def is_in_config(self) -> bool:
+        """Return whether a config states all that the patch does, at every length."""
+        method = self.method
+        return (
+            method.has_config_form
+            and not (method.is_dynamic and self.is_length_dependent)
+            and not method.start_token_count
+            and not method.attention_changes(math.inf, self.trained_length)
+        )
 
     @property
     def longest_text(self) -> int | None:

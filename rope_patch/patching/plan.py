@@ -14,7 +14,7 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.methods.base import require_tokens
 from rope_patch.methods.position_map import PositionMap
-from rope_patch.original_config import is_saved_patch, original_config
+from rope_patch.original_config import original_config, trained_record
 from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_rotaries
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.continued_yarn import inherit_constants, require_no_shrink
@@ -72,7 +72,8 @@ class PatchPlan:
             names no largest one.
         geometries: The unextended rotation of each layer type that changes (None: all layers).
         unchanged_layer_types: The layer types that stay as they are.
-        config: The text config of the unpatched model.
+        config: The text config that the extension starts from: of the model as it was trained.
+        model_config: The text config of the unpatched model, with the record of a saved patch.
         rotaries: Facts about the modules to change.
         length_hooks: For length-dependent frequencies: decoder, rotary module and their hooks.
         rotation_sites: The rotations that our kernels may compute.
@@ -87,6 +88,7 @@ class PatchPlan:
     geometries: dict[str | None, Geometry]
     unchanged_layer_types: list[str]
     config: Any
+    model_config: Any
     rotaries: list[RotaryTraits]
     length_hooks: list[tuple[nn.Module, RotaryModule, LengthHooks]] = field(default_factory=list)
     rotation_sites: list[RotationSite] = field(default_factory=list)
@@ -205,13 +207,15 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
         extension: The request.
 
     Raises:
-        ValueError: The request cannot be met, or would change nothing.
+        ValueError: The request cannot be met, or would change nothing, or nothing says what it
+            starts from.
         TypeError: A value of the wrong type.
     """
     start = extension.start
     require_kernels(extension.kernels, [])
     modules = find_rotaries(model)
-    config = config or original_config(modules[0].module.config)
+    model_config = config or modules[0].module.config
+    config = original_config(model_config, start, extension.trained_length)
     if extension.trained_length is not None:
         require_tokens("trained_length", extension.trained_length)
     # First, for its error messages.
@@ -234,13 +238,14 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
             "them (layer_types=...), or name the length (trained_length=...)"
         )
     own_parameters = by_layer_type(config.rope_parameters)
-    require_no_shrink(extension, config, geometries)
+    require_no_shrink(extension, config, geometries, model_config)
     request = inherit_constants(extension, geometries, own_parameters)
     resolved, target_length = request.resolve(trained)
     if isinstance(resolved, PositionMap):
         target_length = mapped_length(resolved, target_length, geometries, own_parameters)
         if resolved.temperature is None and own_temperature(config):
             resolved = replace(resolved, temperature="none")  # the model's own stays
+    _require_expressed_start(config, extension, resolved)
     resolved = ContinuedScaling.wrap_if_needed(resolved, geometries, own_parameters)
     sharpened = [module for traits in rotaries for module in find_mla_attentions(traits.owner)]
     sharpened = filter_by_layer_type(sharpened, config, geometries)
@@ -257,6 +262,7 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
             str(layer_type) for layer_type in all_geometries if layer_type not in geometries
         ],
         config=config,
+        model_config=model_config,
         rotaries=rotaries,
         mla_attentions=sharpened,
     )
@@ -284,23 +290,48 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
 
 
 def saved_frequencies(traits: RotaryTraits, plan: PatchPlan) -> dict[str | None, Frequencies]:
-    """Return the frequencies to restore in layer types that a model was saved with a patch of.
+    """Return the frequencies of layer types that a plan leaves as they were trained.
 
-    Plain transformers loaded them extended, and the plan leaves them as they were trained.
+    Those of a model that runs otherwise: plain transformers loaded it as a patch extended it.
 
     Args:
         traits: One of the plan's rotary modules, unpatched.
         plan: The plan.
     """
     config: Any = traits.rotary.module.config
-    if not is_saved_patch(config):
-        return {}
     saved, original = (by_layer_type(c.rope_parameters) for c in (config, plan.config))
     return {
         layer_type: frequencies
         for layer_type, frequencies in traits.frequencies.items()
         if layer_type not in plan.geometries and saved[layer_type] != original[layer_type]
     }
+
+
+def _require_expressed_start(config: Any, extension: Extension, method: Method) -> None:
+    """Raise if a model was trained under a rotation that no config states, and nothing says more.
+
+    The request for that very rotation is met: the method with its options, where it needs no factor
+    or names the trained length.
+    """
+    record = trained_record(config)
+    if record is None or record["rope_parameters"] is not None or extension.start != "auto":
+        return
+    name, length = record["method"], record["max_position_embeddings"]
+    options = {k: v for k, v in method.options().items() if k != "factor"}
+    if (
+        method.name == name
+        and extension.factor in (None, record["factor"])
+        and (extension.length == length or method.is_dynamic)
+        and options == record["options"]
+    ):
+        return
+    reach = "" if length is None else f", {length:,} tokens"
+    raise Refused(
+        f"the model was trained under {name}{reach}, which no config states, so there are no "
+        "frequencies to go on from: rope_patch.load(folder) restores that rotation. To replace it, "
+        f"pass start='unscaled', and the factor counts from {config.max_position_embeddings:,} "
+        "tokens"
+    )
 
 
 def _require_known_rotation(plan: PatchPlan) -> None:

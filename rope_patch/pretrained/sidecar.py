@@ -9,6 +9,7 @@ from typing import Any
 
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
+from rope_patch.original_config import TRAINED
 from rope_patch.patching import Patch
 from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.pretrained.encoded_model import KIND
@@ -35,6 +36,7 @@ _NEW_TYPES: dict[str, Any] = {  # rope_patch 0.1 has the factor among the option
     "length": int | None,
     "start": str,
     OUTSIDE: dict,  # methods that are not ours
+    TRAINED: dict | bool,
 }
 
 
@@ -105,12 +107,32 @@ def sidecar_target(sidecar: dict[str, Any]) -> int | None:
     return sidecar.get("target_length", sidecar.get("length"))
 
 
-def make_sidecar(handle: Patch | EncodingPatch, native: bool) -> dict[str, Any]:
+def patch_to_restore(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Read the sidecar of a folder whose patch only `load` restores or takes off; else None.
+
+    A folder whose weights were trained under the rotation that its config states is a checkpoint
+    like any other: transformers loads it as it was trained, and extensions start from there.
+
+    Raises:
+        ValueError: See `read_sidecar`.
+    """
+    sidecar = read_sidecar(folder)
+    trained = {} if sidecar is None else sidecar.get(TRAINED)
+    if isinstance(trained, dict) and trained.get("rope_parameters"):
+        return None
+    return sidecar
+
+
+def make_sidecar(
+    handle: Patch | EncodingPatch, native: bool, trained: dict[str, Any] | bool = False
+) -> dict[str, Any]:
     """Return the sidecar of a patched model.
 
     Args:
         handle: The patch.
         native: Whether plain transformers loads the folder to the same logits.
+        trained: The rotation that the weights were trained under (`trained_part`); False if they
+            were not.
     """
     if isinstance(handle, EncodingPatch):
         return encoding_sidecar(handle, native)
@@ -125,6 +147,7 @@ def make_sidecar(handle: Patch | EncodingPatch, native: bool) -> dict[str, Any]:
         "native": native,
         **outside_record(handle),
         "original": handle.original,
+        TRAINED: trained,
         "frequencies": {
             layer_type or "all": {
                 "inv_freq": frequencies.inv_freq.tolist(),

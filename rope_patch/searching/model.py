@@ -68,13 +68,13 @@ def open_model(
         read_tokenizer,
         require_dtype,
     )
-    from rope_patch.pretrained.sidecar import read_sidecar
+    from rope_patch.pretrained.sidecar import patch_to_restore
 
     if isinstance(dtype, str):
         require_dtype(dtype)
     require_device(device_map)
     name, path = str(model), demo.resolve_model_path(str(model))
-    if read_sidecar(path) is not None:
+    if patch_to_restore(path) is not None:
         raise ValueError(
             f"{name} was saved with a patch by rope_patch.save: search on the model that it was "
             "made from, and patch that with the result"

@@ -60,6 +60,7 @@ def write_finished_model(run: TrainingRun, model: Any) -> Path | None:
         with checkpoints.explain_write_errors(run.folder, stage.adapter.name):
             _write_adapter(run.prepared.model, stage.adapter)
     target = run.folder / checkpoints.MODEL
+    run.prepared.mark_trained()
     model_alone = run.prepared.finish()
     with checkpoints.explain_write_errors(run.folder, "the finished model"):
         if run.prepared.handle is None:

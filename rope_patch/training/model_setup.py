@@ -24,6 +24,7 @@ from rope_patch.pretrained.loading import (
     read_tokenizer,
 )
 from rope_patch.pretrained.model_class import auto_class
+from rope_patch.pretrained.trained_rotation import mark_trained
 from rope_patch.rope_config import read_geometries
 from rope_patch.training.data.row_positions import (
     WITHOUT_MASKS,
@@ -85,6 +86,11 @@ class PreparedModel:
         """Return whether the rotation depends on how long a row's longest document is."""
         handle = self.handle
         return handle is not None and handle.method.is_length_dependent(handle.trained_length)
+
+    def mark_trained(self) -> None:
+        """Record in the model's config that it was trained under the rotation that lasts."""
+        if self.undo_length is None:
+            mark_trained(self.model)
 
     def finish(self) -> Any:
         """Return the trained model as it is used: its own loss, LoRA merged, a lasting patch."""
@@ -190,8 +196,10 @@ def _load(path: Any, settings: Settings, **load_options: Any) -> Any:
     weights = stage.previous.model
     if method == "none":
         return read_model(weights, config=read_config(path), **load_options)
-    model = read_model(weights, config=read_original_config(path), **load_options)
-    patch(model, settings.request())
+    request = settings.request()
+    config = read_original_config(path, request.start, request.trained_length)
+    model = read_model(weights, config=config, **load_options)
+    patch(model, request)
     return model
 
 

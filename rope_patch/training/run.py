@@ -179,6 +179,7 @@ class TrainingRun:
         """Write a checkpoint atomically; see `checkpoints.atomic_checkpoint`."""
         limit = self.settings.training.save_total_limit
         limit = max(limit, self.settings.extension.average_checkpoints) if limit else None
+        self.prepared.mark_trained()
         try:
             with checkpoints.atomic_checkpoint(
                 self.folder,

@@ -9,7 +9,7 @@ from typing import Any
 from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.patching import patch
 from rope_patch.pretrained.loading import load, read_model
-from rope_patch.pretrained.sidecar import read_sidecar
+from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.verifying.engine import CannotVerify
 from rope_patch.verifying.local_model import LocalModel
 
@@ -33,7 +33,7 @@ def open_local_files(path: Path, **loading: Any) -> LocalModel:
     if path.is_file():
         return LocalModel(_read_gguf(path, loading), f"{path} (GGUF)")
     _require_readable(path)
-    read = read_model if read_sidecar(path) is None else load
+    read = read_model if patch_to_restore(path) is None else load
     return LocalModel(read(path, **loading), str(path))
 
 

@@ -14,7 +14,7 @@ from rope_patch.patching import current
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import load, read_model, read_tokenizer
 from rope_patch.pretrained.model_folder import has_tokenizer
-from rope_patch.pretrained.sidecar import read_sidecar
+from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.verifying.engine import CannotVerify
 
 
@@ -71,7 +71,7 @@ def open_subject(
     tokenizer = None
     if gguf_file is not None or has_tokenizer(path):
         tokenizer = read_tokenizer(path, gguf_file=gguf_file)
-    if extension is None and read_sidecar(path) is None:
+    if extension is None and patch_to_restore(path) is None:
         yield Subject(read_model(path, **loading), None, tokenizer)
         return
     model = load(path, extension, **loading)

@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from rope_patch.transformers_api.releases import NEWEST_TESTED
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "generate" / "compatibility.py"
 # Two of the extras have commands of their own: `make test-triton` and `make test-engines`.
@@ -80,6 +82,10 @@ def test_pinned_versions_were_run():
     for pin in pins:
         run = versions(canonicalize_name(pin.name))
         assert any(pin.specifier.contains(version) for version in run), pin
+
+
+def test_newer_releases_than_the_newest_run_prove_themselves():
+    assert str(versions("transformers")[-1]) == NEWEST_TESTED
 
 
 def test_readme_names_the_releases_that_were_run():

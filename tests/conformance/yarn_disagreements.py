@@ -179,7 +179,7 @@ FREQUENCIES = (
 ATTENTION = (
     Disagreement(
         about="`attention_factor` in the config",
-        who="mlx-lm, SGLang 0.5.23, llama.cpp and vLLM up to 0.25 ignore it (SGLang and that vLLM "
+        who="mlx-lm, SGLang 0.5.23, llama.cpp and vLLM up to 0.29 ignore it (SGLang and that vLLM "
         "multiply by `attn_factor`)",
         where="Llama-2-7B, factor 4, `attention_factor: 1`",
         of="attention factor",
@@ -202,7 +202,7 @@ ATTENTION = (
     ),
     Disagreement(
         about="`mscale` with `mscale_all_dim`",
-        who="vLLM up to 0.25 ignored both in `yarn`",
+        who="vLLM up to 0.29 ignored both in `yarn`",
         where="DeepSeek-V3, its own factor 40, both 1",
         of="attention factor",
         ours=lambda: ours("yarn", DEEPSEEK3, factor=40, mscale=1.0, mscale_all_dim=1.0),

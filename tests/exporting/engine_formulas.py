@@ -78,7 +78,7 @@ def vllm(config, rope, max_model_len, release):
         config: The text config, a dict.
         rope: `rope_parameters` of the layer.
         max_model_len: --max-model-len.
-        release: "old" as of 926c71f (2025-11), "new" as of 0.33.0 (2026-10).
+        release: "old" as of 926c71f (2025-11) to 0.29, "new" as of 0.30 to 0.33.
     """
     if config["model_type"] == "gpt_oss":  # models/gpt_oss.py makes its own dict
         names = ("rope_theta", "factor", "original_max_position_embeddings")
@@ -124,6 +124,28 @@ def vllm(config, rope, max_model_len, release):
         stretch = np.array(rope[f"{length}_factor"], dtype=np.float64)
         return plain(theta, size) / stretch, attention
     raise Unread(f"Unknown RoPE scaling type {kind}")
+
+
+def vllm_deepseek_v4(config, kind, max_model_len):
+    """Restate models/deepseek_v4/common/rope.py and DeepseekV4ScalingRotaryEmbedding of 0.33.0.
+
+    Args:
+        config: The config, a dict.
+        kind: "main" for sliding-window layers, "compress" for those with a compressor.
+        max_model_len: --max-model-len.
+    """
+    positions = config["max_position_embeddings"]
+    need(positions >= max_model_len, "max_model_len is greater than the derived one")
+    compresses = kind == "compress"
+    rope = dict(config["rope_parameters"][kind])
+    theta = config["compress_rope_theta" if compresses else "rope_theta"]
+    if not compresses or rope["rope_type"] == "default":
+        rope |= {"factor": 1.0, "original_max_position_embeddings": positions}
+    factor, original = rope["factor"], rope["original_max_position_embeddings"]
+    need(factor * original >= max_model_len, "no cos and sin for the last positions")
+    betas = rope.get("beta_fast", 32), rope.get("beta_slow", 1)
+    attention = mscale(factor, 0) / mscale(factor, 0)
+    return yarn(theta, config["qk_rope_head_dim"], factor, original, *betas), attention
 
 
 def sglang(config, rope, context_length, sliding=None):

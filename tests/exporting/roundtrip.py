@@ -39,7 +39,7 @@ def assert_same_rotation(original, patched_model, handle, export, loose=False):
         export: The export.
         loose: Whether some of the numbers are float32.
     """
-    (rotary,) = find_rotaries(patched_model)
+    rotary, *_ = find_rotaries(patched_model)  # DeepSeek-V4 has several that are alike
     for kind, expected in {**reference_frequencies(rotary, original), **handle.frequencies}.items():
         rotations = list(read(original, export, kind))
         assert rotations
@@ -109,6 +109,10 @@ def read(original, export, kind):
             yield engine_formulas.sglang(config.to_dict(), rope, length, sliding)
     else:
         config = override_config(original, export.config)
+        if config.model_type == "deepseek_v4":
+            length = int(words["--max-model-len"])
+            yield engine_formulas.vllm_deepseek_v4(config.to_dict(), kind, length)
+            return
         rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
         for release in ("old", "new"):
             yield engine_formulas.vllm(

@@ -19,10 +19,12 @@ from transformers import (
     Phi3Config,
     Qwen2VLTextConfig,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 
 import rope_patch
 from rope_patch.exporting import ENGINES
+from rope_patch.pretrained.loading import empty_model
 from rope_patch.serving.vllm.rope_type import method_name, our_parameters
 
 OTHER_ENGINES = [engine for engine in ENGINES if not engine.startswith("transformers")]
@@ -291,6 +293,75 @@ class TestLatentAttention:
             rope_patch.export(patched_model, engine)
 
 
+class TestDeepseekV4:
+    """vLLM builds its rotation from two thetas and, on the compressed branches, YaRN."""
+
+    PUBLISHED: ClassVar = {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+
+    def make_patched(self, parameters, method, **request):
+        if "deepseek_v4" not in CONFIG_MAPPING:
+            pytest.skip("deepseek_v4 is newer than this transformers")
+        rope_parameters = copy.deepcopy(parameters)
+        config = CONFIG_MAPPING["deepseek_v4"](rope_parameters=rope_parameters, num_hidden_layers=4)
+        model = empty_model("", copy.deepcopy(config))
+        return config, model, rope_patch.patch(model, method, kernels="hf", **request)
+
+    @pytest.mark.parametrize(
+        ("parameters", "method", "request_"),
+        [
+            (PUBLISHED, "yarn", {"factor": 2.0}),  # 32 from 65,536: the published one, continued
+            (PUBLISHED | {"beta_fast": 16.0}, "yarn", {"factor": 2.0}),
+            (None, "yarn", {"factor": 2.0, "attention_factor": 1.0}),
+            (None, "ntk", {"factor": 2.0}),
+            (None, "abf", {"factor": 2.0}),
+        ],
+    )
+    def test_vllm_rotates_as_the_patched_model(self, parameters, method, request_):
+        config, model, handle = self.make_patched(parameters, method, **request_)
+        export = rope_patch.export(model, "vllm")
+        assert not export.needs_plugin
+        assert export.arguments[2:] == ["--max-model-len", "2097152"]
+        assert_same_rotation(config, model, handle, export)
+
+    @pytest.mark.parametrize(
+        ("parameters", "method", "request_"),
+        [
+            (None, "yarn", {"factor": 2.0}),  # with the paper's attention factor, 1.07
+            (None, "yarn", {"factor": 2.0, "attention_factor": 1.0, "truncate": False}),
+            (None, "linear", {"factor": 2.0}),
+            (PUBLISHED, "ntk", {"factor": 2.0}),
+            (
+                None,
+                "yarn",
+                {"factor": 2.0, "attention_factor": 1.0, "layer_types": ["main", "compress"]},
+            ),
+        ],
+    )
+    def test_what_vllm_would_read_otherwise_is_refused(self, parameters, method, request_):
+        _, model, _ = self.make_patched(parameters, method, **request_)
+        with pytest.raises(ValueError, match=r"compressed branches .*builds its YaRN itself"):
+            rope_patch.export(model, "vllm")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "cohere"])
+@pytest.mark.parametrize("attention_factor", [0.9, 1.0, 1.3])
+def test_an_attention_factor_is_plain_yarn_for_vllm(architecture, attention_factor):
+    patched_model = tiny_model(architecture)
+    handle = rope_patch.patch(
+        patched_model, "yarn", factor=4.0, kernels="hf", attention_factor=attention_factor
+    )
+    export = rope_patch.export(patched_model, "vllm")
+    assert export.config["rope_parameters"]["rope_type"] == "yarn"
+    assert not any("slower" in note for note in export.notes)
+    assert_same_rotation(handle.original_config, patched_model, handle, export)
+
+
 def test_interleaved_pairs_refuse_per_pair_factors_or_take_the_plugin():
     patched_model = tiny_model("cohere")
     rope_patch.patch(patched_model, "ntk-by-parts-2023-06", factor=4.0)
@@ -322,6 +393,12 @@ def test_mrope_exports_yarn_or_takes_the_plugin():
         parameters = rope_patch.export(patched_model, engine).config["rope_parameters"]
         assert parameters["rope_type"] == "yarn"
         assert parameters["mrope_section"] == patched_model.config.rope_parameters["mrope_section"]
+    rope_patch.patch(patched_model, "yarn", factor=4.0, attention_factor=1.25, kernels="hf")
+    parameters = rope_patch.export(patched_model, "vllm").config["rope_parameters"]
+    assert parameters["mrope_section"] == [4, 6, 6]
+    # What its module multiplies cos and sin by, in releases from 0.30 on and before.
+    paper = 0.1 * math.log(4.0) + 1
+    assert (parameters["attention_factor"], parameters["attn_factor"] * paper) == (1.25, 1.25)
 
 
 class TestPerPairFactorsForLlamaCpp:

@@ -76,13 +76,30 @@ def test_all_readers_agree_on_the_trained_length(name, tmp_path):
 def test_patch_on_a_saved_model_replaces_the_saved_patch(name, tmp_path):
     save_extended(tmp_path, name)
     plain, fresh = plain_model(tmp_path), make_model(name)
-    before = logits(plain)
-    handle = rope_patch.patch(plain, "yarn", factor=2)
+    before, present = logits(plain), present_length(name)
+    with pytest.raises(ValueError, match=rf"reads {4 * present:,} tokens.*ends at {2 * present:,}"):
+        rope_patch.patch(plain, "yarn", factor=2)
+    assert logits(plain).equal(before)
+    handle = rope_patch.patch(plain, "yarn", factor=2, trained_length=present)
     rope_patch.patch(fresh, "yarn", factor=2)
     assert logits(plain).equal(logits(fresh))
-    assert handle.length == 2 * present_length(name)
+    assert handle.length == 2 * present
     handle.undo()
     assert logits(plain).equal(before)
+
+
+@pytest.mark.parametrize("method", ["yarn", "linear", "ntk"])
+def test_shorter_request_on_a_saved_model_is_refused_with_both_lengths(method, tmp_path):
+    model = make_family("llama")
+    rope_patch.patch(model, method, factor=4)
+    rope_patch.save(model, tmp_path)
+    plain = plain_model(tmp_path)
+    refusal = rf"reads {TARGET} tokens.*ends at {2 * TRAINED}.*trained_length={TRAINED}"
+    with pytest.raises(ValueError, match=refusal):
+        rope_patch.patch(plain, method, factor=2)
+    for answer in ({"trained_length": TRAINED}, {"start": "unscaled"}):
+        with rope_patch.patch(plain, method, factor=2, **answer) as handle:
+            assert (handle.trained_length, handle.length) == (TRAINED, 2 * TRAINED)
 
 
 @pytest.mark.parametrize("name", FOUR_TIMES)
@@ -124,7 +141,7 @@ def test_saved_layer_types_are_restored_where_a_patch_leaves_them(tmp_path):
     plain, fresh = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), make_family("gemma3")
     before = logits_of_family(plain)
     for each in (plain, fresh):
-        rope_patch.patch(each, "yarn", factor=2, layer_types=["full_attention"])
+        rope_patch.patch(each, "yarn", factor=8, layer_types=["full_attention"])
     assert logits_of_family(plain).equal(logits_of_family(fresh))
     rope_patch.unpatch(plain)
     assert logits_of_family(plain).equal(before)
@@ -145,7 +162,7 @@ def test_folders_without_the_field_are_read_by_their_sidecar(tmp_path):
 def test_second_save_records_the_checkpoint(tmp_path):
     save_extended(tmp_path / "one", "gpt-oss")
     plain = plain_model(tmp_path / "one")
-    rope_patch.patch(plain, "yarn", factor=2)
+    rope_patch.patch(plain, "yarn", factor=8)
     rope_patch.save(plain, tmp_path / "two")
     assert trained_lengths(tmp_path / "two") == {present_length("gpt-oss")}
     one, two = (

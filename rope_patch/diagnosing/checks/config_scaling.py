@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rope_patch.diagnosing.checks.length_dependent import dynamic_findings, longrope_findings
@@ -12,6 +13,7 @@ from rope_patch.diagnosing.layer_facts import (
     frequency_difference,
     transformers_rope_types,
 )
+from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.pretrained.transformers_registry import needs_registration
 from rope_patch.rope_config import config_rope_type
 
@@ -167,6 +169,8 @@ def _ignored_keys(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
     ]
     if layer.scaling == "dynamic" and "original_max_position_embeddings" in unread:
         unread.remove("original_max_position_embeddings")  # reported separately
+    if layer.scaling == "yarn" and "attn_factor" in unread and _says_attention_factor(layer):
+        unread.remove("attn_factor")  # what some engines read instead, as exports write it
     if not unread:
         return
     settings = ", ".join(f"{key} = {_format(layer.parameters[key])}" for key in unread)
@@ -184,6 +188,15 @@ def _ignored_keys(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
         fix,
         layer.layer_type,
     )
+
+
+def _says_attention_factor(layer: LayerFacts) -> bool:
+    """Return whether YaRN's `attn_factor` says the same as its `attention_factor`."""
+    parameters = layer.parameters
+    if not parameters.get("attention_factor"):
+        return False
+    said = parameters["attn_factor"] * yarn_mscale(parameters["factor"])
+    return math.isclose(parameters["attention_factor"], said, rel_tol=1e-6)
 
 
 def _length_mismatch(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:

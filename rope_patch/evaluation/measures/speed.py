@@ -153,8 +153,9 @@ def bench(request: SpeedRequest) -> SpeedRecord:
     _validate_request(request)
     path = demo.resolve_model_path(request.model)
     config = read_config(path)
-    text = original_config(config.get_text_config(decoder=True))
-    geometries = read_geometries(text, request.trained_length)
+    trained_length = request.trained_length
+    text = original_config(config.get_text_config(decoder=True), trained_length=trained_length)
+    geometries = read_geometries(text, trained_length)
     trained = next(iter(geometries.values())).trained_length
     empty = empty_model(path, config)
     for name in request.methods:

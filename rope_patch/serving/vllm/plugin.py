@@ -6,7 +6,9 @@ Every addition looks at the engine's `rope_type` first and leaves vLLM's own one
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.serving.vllm import rotary_factory
@@ -25,25 +27,77 @@ from rope_patch.utils.errors import Refused
 _LENGTHS = "rope_patch_lengths"
 
 
-def register() -> None:
-    """Add rope_patch's methods to this process's vLLM; calling it again adds nothing."""
-    from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
+@dataclass(frozen=True)
+class Hook:
+    """A method of vLLM that the plugin wraps.
 
+    Attributes:
+        module: The module that its class is imported from.
+        owner: The class.
+        name: The method.
+        wrapper: What is called in its place, with the method first.
+    """
+
+    module: str
+    owner: str
+    name: str
+    wrapper: Callable[..., Any]
+
+    @property
+    def path(self) -> str:
+        """Return the method's full name, for messages."""
+        return f"{self.module}.{self.owner}.{self.name}"
+
+
+def register() -> None:
+    """Add rope_patch's methods to this process's vLLM; calling it again adds nothing.
+
+    On a release without one of the hooks, engines that ask for a method of rope_patch are refused,
+    and others run as without the plugin.
+    """
+    found = {hook: _find(hook) for hook in HOOKS}
+    missing = [hook.path for hook, owner in found.items() if owner is None]
+    if missing:
+        _refuse_engines(found, missing)
+        return
     rotary_factory.install()
-    for owner, name, wrapper in (
-        (ModelConfig, "get_and_verify_max_len", _get_and_verify_max_len),
-        (VllmConfig, "__post_init__", _post_init),
-        (VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features),
-        (InputProcessor, "process_inputs", _process_inputs),
-        (EngineCore, "preprocess_add_request", _preprocess_add_request),
-        (WorkerWrapperBase, "init_device", _init_device),
-    ):
-        original = getattr(owner, name)
-        if not hasattr(original, "rope_patch_original"):
-            setattr(owner, name, _as_method(original, functools.partial(wrapper, original)))
+    for hook, owner in found.items():
+        _wrap(owner, hook.name, hook.wrapper)
+
+
+def _find(hook: Hook) -> Any:
+    """Return the class of vLLM that a hook is in; None if this release has no such method."""
+    try:
+        owner = getattr(importlib.import_module(hook.module), hook.owner, None)
+    except ModuleNotFoundError:
+        return None
+    return owner if hasattr(owner, hook.name) else None
+
+
+def _refuse_engines(found: dict[Hook, Any], missing: list[str]) -> None:
+    """Refuse every engine that asks for a method of rope_patch, naming what vLLM lacks."""
+    message = (
+        f"rope_patch cannot rotate by request in this release of vLLM, which has no "
+        f"{', '.join(missing)}: install a release that it knows (pip install 'rope-patch[vllm]'), "
+        "or serve a static method that `rope-patch export MODEL --engine vllm` writes in vLLM's "
+        "own form"
+    )
+
+    def refuse(original: Callable[..., None], config: Any, *args: Any, **keywords: Any) -> None:
+        original(config, *args, **keywords)
+        if uses_plugin(config):
+            raise Refused(message)
+
+    (last,) = (hook for hook in HOOKS if hook.wrapper is _post_init)
+    if found[last] is None:
+        raise Refused(message)  # no place is left that could refuse an engine
+    _wrap(found[last], last.name, refuse)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+    if not hasattr(original, "rope_patch_original"):
+        setattr(owner, name, _as_method(original, functools.partial(wrapper, original)))
 
 
 def _as_method(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,3 +177,18 @@ def _profile(request: Any, lengths: ProfileLengths) -> int:
     parameters = request.sampling_params
     max_tokens = None if parameters is None else parameters.max_tokens
     return lengths.index(admitted_length(len(prompt), max_tokens, lengths.longest[-1]))
+
+
+HOOKS = (
+    Hook("vllm.config", "ModelConfig", "get_and_verify_max_len", _get_and_verify_max_len),
+    Hook("vllm.config", "VllmConfig", "__post_init__", _post_init),
+    Hook(
+        "vllm.config",
+        "VllmConfig",
+        "_get_v2_model_runner_unsupported_features",
+        _unsupported_features,
+    ),
+    Hook("vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", _process_inputs),
+    Hook("vllm.v1.engine.core", "EngineCore", "preprocess_add_request", _preprocess_add_request),
+    Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", _init_device),
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from importlib import metadata
 from typing import Any
@@ -10,8 +12,16 @@ from rope_patch.serving.vllm.admission import engine_lengths
 from rope_patch.serving.vllm.rope_type import TRAINED_KEY, our_parameters, read_request
 from rope_patch.utils.errors import Refused
 
-# Releases whose code the plugin was written from and run with.
-KNOWN_RELEASES = ((0, 32),)
+logger = logging.getLogger("vllm.rope_patch")  # below vLLM's, whose handler prints it
+
+# Releases whose code the plugin was checked against.
+KNOWN_RELEASES = ((0, 32), (0, 33))
+# Of these, the releases that the plugin was run with. 0.33 has no build for CPUs: its source was
+# read, and tests/engines/vllm/test_hooks.py checks by it what the plugin leans on.
+RUN_RELEASES = ((0, 32),)
+# The kinds of drafts whose requests were compared with transformers. The model itself verifies
+# every draft, among the tokens of its own batch, so a draft's rotation changes no output.
+COMPARED_DRAFTS = ("ngram", "draft_model", "eagle")
 # What is named to vLLM, so that it takes its first model runner by itself.
 FEATURE = "rope_patch's rotation by request"
 
@@ -73,6 +83,20 @@ def _require_known_release() -> None:
             "'rope-patch[vllm]'), or serve a static method that `rope-patch export MODEL --engine "
             "vllm` writes in vLLM's own form"
         )
+    if numbers not in RUN_RELEASES:
+        _warn_of_unrun(version)
+
+
+@functools.cache
+def _warn_of_unrun(version: str) -> None:
+    """Say, once a process, that a release was read and never run."""
+    run = ", ".join(".".join(map(str, release)) for release in RUN_RELEASES)
+    logger.warning(
+        "rope_patch's rotation by request ran with vLLM %s; of vLLM %s only the source was "
+        "checked. `rope-patch verify` shows how this server rotates",
+        run,
+        version,
+    )
 
 
 def _installed(package: str) -> str | None:
@@ -87,7 +111,7 @@ def _reasons(vllm_config: Any) -> list[str | None]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return [
         "vLLM's second model runner has no place for it; leave VLLM_USE_V2_MODEL_RUNNER unset, or "
-        "set it to 0"
+        "set it to 0, and leave out watermarks and HiSparse, which need that runner"
         if vllm_config.use_v2_model_runner
         else None,
         "latent attention (MLA) has its attention factor in the softmax scale, one for the whole "
@@ -98,10 +122,7 @@ def _reasons(vllm_config: Any) -> list[str | None]:
         "model_impl out"
         if model.using_transformers_backend()
         else None,
-        "speculative decoding runs tokens that no request of the batch announces; leave "
-        "speculative_config out"
-        if vllm_config.speculative_config is not None
-        else None,
+        _draft_reason(vllm_config.speculative_config),
         "keys that come from another server (kv_transfer_config) may have another rotation; leave "
         "it out"
         if vllm_config.kv_transfer_config is not None
@@ -113,3 +134,27 @@ def _reasons(vllm_config: Any) -> list[str | None]:
         if parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1
         else None,
     ]
+
+
+def _draft_reason(speculative: Any) -> str | None:
+    """Return what stands against a `SpeculativeConfig`, else None."""
+    if speculative is None:
+        return None
+    method = speculative.method
+    instead = f"use {', '.join(COMPARED_DRAFTS)}, or leave speculative_config out"
+    if method == "mtp":
+        return (
+            "multi-token prediction (method 'mtp') has prediction layers that rotate beside the "
+            f"model, past every request's profile, and was never compared; {instead}"
+        )
+    if method not in COMPARED_DRAFTS:
+        return f"speculative decoding by {method!r} was never compared; {instead}"
+    if method == "ngram":
+        return None  # no draft model: vLLM has the model's own config in its place
+    draft = speculative.draft_model_config.hf_text_config
+    if our_parameters(getattr(draft, "rope_parameters", None)):
+        return (
+            "the draft model's own config names a method of rope_patch, and no request's profile "
+            "reaches a draft; give the draft model its plain config.json"
+        )
+    return None

@@ -285,8 +285,9 @@ def target_length(settings: Any, config: Any | None = None) -> int | None:
 
 
 def _trained_length(settings: Any, config: Any) -> int:
-    text = original_config(config.get_text_config(decoder=True))
-    geometries = read_geometries(text, settings.extension.trained_length)
+    named, start = settings.extension.trained_length, settings.extension.start
+    text = original_config(config.get_text_config(decoder=True), start, named)
+    geometries = read_geometries(text, named, start)
     return next(iter(geometries.values())).trained_length
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.pretrained.loading import load, read_model
-from rope_patch.pretrained.sidecar import read_sidecar
+from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.training.precision import mixed_precision
 
 
@@ -96,7 +96,7 @@ def load_teacher(
         **load_options: Arguments of `from_pretrained`.
     """
     with torch.random.fork_rng(devices=[]):  # the run's random numbers are those without a teacher
-        model = (read_model if read_sidecar(path) is None else load)(path, **load_options)
+        model = (read_model if patch_to_restore(path) is None else load)(path, **load_options)
     if shares_weights:
         share_weights(model, dict(student.named_parameters(remove_duplicate=False)))
     model.config.use_cache = False

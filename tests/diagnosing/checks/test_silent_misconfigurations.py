@@ -284,6 +284,10 @@ def test_replaced_rotation_in_the_modeling_module(monkeypatch):
         ({"rope_parameters": {**DYNAMIC, "alpha": 4.0}}, "unread-keys"),
         ({"rope_parameters": {**DEFAULT, "factor": 4.0, "beta_fast": 32.0}}, "unread-keys"),
         ({"rope_parameters": {**YARN, "attn_factor": 1.2}}, "unread-keys"),
+        (
+            {"rope_parameters": {**YARN, "attention_factor": 1.3, "attn_factor": 1.3}},
+            "unread-keys",
+        ),
     ],
 )
 def test_ignored_or_contradictory_fields(changes, code):
@@ -292,6 +296,17 @@ def test_ignored_or_contradictory_fields(changes, code):
     assert is_healthy(
         make_config("llama", rope_parameters=dict(YARN), max_position_embeddings=TARGET)
     )
+
+
+def test_an_attention_factor_under_both_names_that_engines_read_is_no_finding():
+    both = {"attention_factor": 1.3, "attn_factor": 1.3 / (0.1 * math.log(FACTOR) + 1)}
+    with_both, without = (
+        rope_patch.diagnose(
+            make_config("llama", rope_parameters=rope, max_position_embeddings=TARGET)
+        )
+        for rope in ({**YARN, **both}, {**YARN, "attention_factor": 1.3})
+    )
+    assert [each.code for each in with_both.findings] == [each.code for each in without.findings]
 
 
 def test_folder_written_by_transformers_is_healthy(folder):

@@ -42,8 +42,8 @@ def test_vllms_own_rotations_are_left_alone(rope_type):
     ("options", "message"),
     [
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative decoding",
+            {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}},
+            "speculative decoding by 'ngram_gpu' was never compared; use ngram, draft_model, eagle",
         ),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
@@ -55,6 +55,16 @@ def test_vllms_own_rotations_are_left_alone(rope_type):
 def test_options_that_would_rotate_wrongly_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         configure(**options)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_a_draft_model_that_asks_for_a_profile_is_refused(method, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(ASSETS / "tiny-llama")
+    config.rope_parameters = rope_parameters("llama")
+    config.save_pretrained(tmp_path)
+    drafts = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="no request's profile reaches a draft"):
+        configure(speculative_config=drafts)
 
 
 def test_the_second_model_runner_is_refused(monkeypatch):

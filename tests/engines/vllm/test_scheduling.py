@@ -1,14 +1,33 @@
 """Test that a request keeps its rotation however vLLM schedules it."""
 
+import json
+import shutil
+
 import pytest
 
 pytest.importorskip("vllm")
-from engine import Reference, engine, generate, greedy, require_equal, rope_parameters, text
+import torch
+from engine import (
+    ASSETS,
+    LONGEST,
+    Reference,
+    engine,
+    generate,
+    greedy,
+    require_equal,
+    rope_parameters,
+    text,
+)
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.engines
 
+MODEL = ASSETS / "tiny-llama"
 REQUESTS = [(200, 6), (300, 6), (450, 20), (700, 6), (1000, 6), (40, 900), (256, 40), (30, 6)]
+
+# More new tokens, so that n-grams repeat.
+DRAFTED = [(200, 6), (300, 60), (450, 20), (1000, 6), (40, 600), (256, 40), (30, 6), (100, 300)]
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +94,66 @@ def test_two_workers_share_a_model(reference, split):
     is_eager = split == "tensor_parallel_size"
     with engine(rope=rope_parameters("llama"), enforce_eager=is_eager, **{split: 2}) as llm:
         require_all_equal(llm, reference)
+
+
+def longer_copy(folder):
+    """Write the model with a config that lets it draft for every length, by its plain rotation."""
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = LONGEST
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def eagle_head(folder):
+    """Write an EAGLE head that drafts nearly as the model does: its layers on the token's input.
+
+    vLLM's head leaves out the first norm, so its scale goes into the weights that read it, and the
+    last one, whose weights change few choices.
+    """
+    longer_copy(folder)
+    weights = load_file(MODEL / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    scale = weights["model.layers.0.input_layernorm.weight"] / embedding.pow(2).mean().sqrt()
+    size = embedding.shape[1]
+    head = {
+        "fc.weight": torch.cat([torch.eye(size), torch.zeros(size, size)], 1),
+        "embed_tokens.weight": embedding.clone(),
+    }
+    for name, weight in weights.items():
+        if name.startswith("model.layers."):
+            inner = name.removeprefix("model.")
+            if inner == "layers.0.input_layernorm.weight":
+                continue
+            reads_input = inner.startswith("layers.0.self_attn.") and "o_proj" not in inner
+            head[inner] = (weight * scale if reads_input else weight).clone()
+    (folder / "model.safetensors").unlink()
+    save_file(head, folder / "model.safetensors")
+    return folder
+
+
+DRAFTS = {
+    "ngram": lambda folder: {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "draft_model": lambda folder: {"model": str(longer_copy(folder))},
+    "eagle": lambda folder: {"model": str(eagle_head(folder))},
+}
+
+
+@pytest.mark.parametrize("method", DRAFTS)
+def test_verified_drafts_leave_every_request_its_numbers(method, tmp_path, reference):
+    drafts = {
+        "method": method,
+        "num_speculative_tokens": 3,
+        **DRAFTS[method](tmp_path / "draft"),
+    }
+    prompts = [text(length) for length, _ in DRAFTED]
+    with engine(rope=rope_parameters("llama"), speculative_config=drafts) as llm:
+        for _ in range(2):  # the second time on cached prefixes
+            parameters = [greedy(new, prompt_logprobs=None) for _, new in DRAFTED]
+            outputs = generate(llm, prompts, parameters)
+            for output, (_, new) in zip(outputs, DRAFTED, strict=True):
+                require_equal(output, reference, new)
+        counts = {each.name: each.value for each in llm.get_metrics() if hasattr(each, "value")}
+    # EAGLE reads no cached prefix of one block, whose last keys depend on the token after it.
+    assert sum(output.num_cached_tokens > 0 for output in outputs) >= 3
+    assert counts["vllm:spec_decode_num_accepted_tokens"] > 100, counts

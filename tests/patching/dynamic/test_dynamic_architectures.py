@@ -12,6 +12,7 @@ from helpers.tiny_models import (
     assert_close,
     forward,
     make_config,
+    padded,
     step_by_step,
     tokens,
 )
@@ -126,6 +127,18 @@ def test_norms_after_the_rotation_remove_the_attention_factor(model_type, change
     with torch.no_grad():
         decoded = step_by_step(model, tokens(END), SHORT)[:, -1]
     torch.testing.assert_close(decoded, forward(model, tokens(END))[:, -1], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "cohere"])
+def test_rows_of_a_batch_have_frequencies_of_their_own(model_type):
+    model = tiny_model(model_type)
+    rope_patch.patch(model, "dynamic-yarn", trained_length=TRAINED)
+    rows = [tokens(length, seed=length) for length in (LONG, SHORT)]
+    ids, mask = padded(rows, "left")
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    got = forward(model, ids, attention_mask=mask, position_ids=positions)
+    for row, is_token, logits in zip(rows, mask.bool(), got, strict=True):
+        torch.testing.assert_close(logits[is_token], forward(model, row)[0], rtol=0, atol=2e-4)
 
 
 def by_layer_type(model):
