@@ -74,7 +74,7 @@ test-oldest: $(VENV)/installed
 	$(RECORD) $(OLDEST)/bin/pytest -p recording --record $(RUNS)/oldest.json tests/methods \
 		tests/pretrained/test_loading.py tests/pretrained/test_saving.py \
 		tests/patching/architecture/test_families.py tests/patching/test_undo_log.py \
-		tests/patching/position_maps \
+		tests/patching/position_maps/test_mapped_attention.py \
 		tests/patching/dynamic/test_length_hooks.py \
 		tests/patching/dynamic/test_dynamic_generation.py
 	$(BIN)/python tests/oldest/minima.py demo eval search train > $(OLDEST)/constraints.txt
