@@ -5,6 +5,8 @@
 # make test-vllm-source  what the plugin leans on, in the source of the vLLM named by VLLM
 # make test-triton     the kernels' machine code by each Triton, beside that of others' kernels
 # make test-oldest     what matters, on the oldest versions that pyproject.toml allows
+# make test-newest     the main groups, on the newest of everything
+# make test-transformers VERSION=5.17.0   the main groups, on any one release
 # make lint            style and types
 # make docs            the pages and the API reference as a site, in site/; dead links fail
 
@@ -12,6 +14,8 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= .venv-demo
 OLDEST ?= .venv-oldest
+NEWEST ?= .venv-newest
+RELEASE = .venv-transformers-$(VERSION)
 ENGINES ?= .venv-engines
 VLLM ?= 0.33.0
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
@@ -19,10 +23,15 @@ RIVALS ?= out/rivals
 BIN := $(VENV)/bin
 SOURCES := setup.py README.md $(shell find rope_patch eval recipes \
 	\( -name __pycache__ -o -path eval/results \) -prune -o -print)
+# The groups of tests that a new release of a dependency breaks first.
+GROUPS := $(addprefix tests/,methods patching pretrained inference serving integrations architectures)
+# `--record FILE` writes what was run, for docs/compatibility.md.
+RECORD := PYTHONPATH=$(CURDIR)/tests/compatibility
+RUNS := tests/compatibility/runs
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: demo test test-slow test-installed test-engines test-vllm-source test-triton \
-	test-oldest lint docs clean
+	test-oldest test-newest test-transformers lint docs clean
 
 # Two texts decide, because each is asked at all four depths.
 demo: $(DEMO)/weights
@@ -40,7 +49,8 @@ test-installed: $(VENV)/installed
 	$(BIN)/pytest -m installed tests/installed
 
 test-engines: $(ENGINES)/weights $(ENGINES)/converter
-	$(ENGINES)/bin/pytest -o norecursedirs=build -m engines tests/engines
+	$(RECORD) $(ENGINES)/bin/pytest -p recording --record $(RUNS)/engines.json -o norecursedirs=build \
+		-m engines tests/engines
 
 # For releases that have no build for CPUs: only their source is read. The wheel has 340 MB.
 test-vllm-source: $(VENV)/installed out/vllm-$(VLLM)
@@ -48,8 +58,9 @@ test-vllm-source: $(VENV)/installed out/vllm-$(VLLM)
 
 test-triton: $(VENV)/installed $(RIVALS)/files $(TRITONS:%=out/triton-%)
 	for version in $(TRITONS); do \
-		PYTHONPATH=$(CURDIR)/out/triton-$$version:$(CURDIR)/$(RIVALS)/packages \
+		$(RECORD):$(CURDIR)/out/triton-$$version:$(CURDIR)/$(RIVALS)/packages \
 			RIVALS=$(RIVALS)/files $(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" \
+			-p recording --record $(RUNS)/triton-$$version.json \
 			tests/ops/triton_kernels/test_machine_code.py || exit; \
 	done
 
@@ -60,16 +71,44 @@ test-oldest: $(VENV)/installed
 	$(BIN)/python tests/oldest/minima.py > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt . pytest
 	$(OLDEST)/bin/python -I -c "import rope_patch; assert '$(OLDEST)' in rope_patch.__file__"
-	$(OLDEST)/bin/pytest tests/methods tests/pretrained/test_loading.py \
-		tests/pretrained/test_saving.py \
+	$(RECORD) $(OLDEST)/bin/pytest -p recording --record $(RUNS)/oldest.json tests/methods \
+		tests/pretrained/test_loading.py tests/pretrained/test_saving.py \
 		tests/patching/architecture/test_families.py tests/patching/test_undo_log.py \
+		tests/patching/position_maps/test_mapped_attention.py \
 		tests/patching/dynamic/test_length_hooks.py \
 		tests/patching/dynamic/test_dynamic_generation.py
 	$(BIN)/python tests/oldest/minima.py demo eval search train > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt \
 		".[demo,eval,search,train]"
-	$(OLDEST)/bin/pytest tests/cli/test_cli.py tests/evaluation/test_compare_command.py \
-		tests/searching/test_search_command.py tests/training/test_identity.py
+	$(RECORD) $(OLDEST)/bin/pytest -p recording --record $(RUNS)/oldest-extras.json \
+		tests/cli/test_cli.py tests/evaluation/test_compare_command.py \
+		tests/evaluation/test_quantized_evaluation.py tests/pretrained/test_adapters.py \
+		tests/searching/test_search_command.py tests/searching/strategies \
+		tests/training/test_identity.py tests/training/data/test_documents.py \
+		tests/training/inspection/test_duplicates.py
+
+# PyPI's torch, which brings CUDA along and runs on a CPU. What is there already is upgraded.
+test-newest:
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --upgrade pip
+	$(NEWEST)/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[all]" \
+		--group dev
+	$(RECORD) $(NEWEST)/bin/pytest -p recording --record $(RUNS)/newest.json $(GROUPS) \
+		tests/evaluation tests/searching tests/training
+
+# In an environment of its own, because transformers before 5.23 refuses the newest huggingface_hub.
+test-transformers:
+	$(if $(VERSION),,$(error name a release: make test-transformers VERSION=5.17.0))
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install --quiet --upgrade pip
+	sed "s/^transformers==.*/transformers==$(VERSION)/" constraints.txt \
+		> $(RELEASE)/constraints.txt
+	$(RELEASE)/bin/pip install --quiet --constraint $(RELEASE)/constraints.txt \
+		--editable ".[demo]" --group dev
+	$(RELEASE)/bin/python -I -c "import rope_patch, transformers as t; \
+		assert t.__version__ == '$(VERSION)', t.__version__; \
+		assert rope_patch.__file__ == '$(CURDIR)/rope_patch/__init__.py', rope_patch.__file__"
+	$(RECORD) $(RELEASE)/bin/pytest -p recording --record $(RUNS)/transformers-$(VERSION).json $(GROUPS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -81,7 +120,7 @@ docs: $(VENV)/docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(OLDEST) $(ENGINES) out site build dist *.egg-info
+	rm -rf $(VENV) $(DEMO) $(OLDEST) $(NEWEST) $(ENGINES) .venv-transformers-* out site build dist *.egg-info
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)

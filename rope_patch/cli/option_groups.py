@@ -208,7 +208,7 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
         command: A function of keyword-only parameters, some of them annotated with a subclass of
             `OptionGroup`.
     """
-    hints = get_type_hints(command, include_extras=True)
+    hints = _annotations(command)
     groups: dict[str, Any] = {}
     parameters = []
     for name, parameter in inspect.signature(command).parameters.items():
@@ -240,7 +240,7 @@ def with_plugins(command: Callable[..., None]) -> Callable[..., None]:
     Args:
         command: A function as typer takes it.
     """
-    hints = get_type_hints(command, include_extras=True)
+    hints = _annotations(command)
     parameters = [
         parameter.replace(annotation=hints[name])
         for name, parameter in inspect.signature(command).parameters.items()
@@ -255,6 +255,12 @@ def with_plugins(command: Callable[..., None]) -> Callable[..., None]:
         command(**values)
 
     return _with_parameters(loaded, [*parameters, plugin])
+
+
+def _annotations(command: Callable[..., None]) -> dict[str, Any]:
+    # Python 3.10's get_type_hints wraps those of parameters whose default is None into Optional,
+    # below which typer does not look for its options.
+    return inspect.get_annotations(command, eval_str=True)
 
 
 def _with_parameters(

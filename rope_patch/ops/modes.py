@@ -6,6 +6,7 @@ import os
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
 
 
 def needs_plain_torch() -> bool:
@@ -17,6 +18,17 @@ def needs_plain_torch() -> bool:
         torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
         or torch._C._are_functorch_transforms_active()
+    )
+
+
+def has_global_hooks() -> bool:
+    """Return whether a hook is registered on the calls of all modules."""
+    # torch 2.6 has no function for this question; hooks of every kind are in one of these.
+    return bool(
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
     )
 
 

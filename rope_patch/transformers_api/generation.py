@@ -110,8 +110,11 @@ def server() -> tuple[Any, Any]:
     Raises:
         ImportError: The release has no such server, or packages that it needs are missing.
     """
-    from transformers.cli.serve import Serve
-    from transformers.cli.serving import model_manager
+    try:
+        from transformers.cli.serve import Serve
+        from transformers.cli.serving import model_manager
+    except NameError as error:  # to 5.10, its classes derive from those of packages that may miss
+        raise ImportError(str(error)) from error
 
     for name in ("_load_model", "get_quantization_config"):
         if not hasattr(model_manager.ModelManager, name):

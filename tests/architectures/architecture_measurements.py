@@ -153,11 +153,15 @@ def _mapped(model: Any) -> str:
     _assert_other(mapped, long)
     if not _replaced(handle):
         assert torch.equal(_logits(model, SHORT), short)
+    result = "patched"
     if is_stepwise:
-        torch.testing.assert_close(_decoded(model), mapped, rtol=0, atol=1e-3)
+        try:
+            torch.testing.assert_close(_decoded(model), mapped, rtol=0, atol=1e-3)
+        except ValueError as error:  # caches that transformers before 5.4 has for some models
+            result = f"refused with a cache: {_reason(error)}"
     handle.undo()
     _assert_untouched(model, long, buffers)
-    return "patched"
+    return result
 
 
 @torch.no_grad()

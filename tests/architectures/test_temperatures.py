@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+import transformers
 from helpers.tiny_models import OLD_TRANSFORMERS
 from tiny_architectures import tiny_model
-from transformers import Mistral4Config
 
 import rope_patch
 from rope_patch.patching.query_temperature import find_scalable_attentions
@@ -76,4 +76,4 @@ def test_several_positions_are_refused(model_type):
 
 def test_temperature_of_mistral_4_is_refused():
     with pytest.raises(rope_patch.Refused, match="Mistral4Config has a temperature of its own"):
-        find_scalable_attentions([], Mistral4Config(), {})
+        find_scalable_attentions([], transformers.Mistral4Config(), {})

@@ -100,7 +100,8 @@ def text_model_types() -> list[str]:
     sound are left out: their text models are in the list.
     """
     names = {name for mapping in _MAPPINGS.values() for name in mapping}
-    return sorted([n for n in names | set(_CLASSES) if not _hears(n)] + list(_VARIANTS))
+    known = {n for n in names | set(_CLASSES) if n in CONFIG_MAPPING}  # by the installed release
+    return sorted([name for name in known if not _hears(name)] + list(_VARIANTS))
 
 
 def _hears(model_type: str) -> bool:

@@ -23,6 +23,7 @@ def base():
 def tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.padding_side = "left"  # which pipelines of newer releases see to themselves
     return tokenizer
 
 

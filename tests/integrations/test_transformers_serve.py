@@ -19,7 +19,10 @@ from transformers.utils import import_utils
 
 import rope_patch
 
-manager = pytest.importorskip("transformers.cli.serving.model_manager")
+try:
+    from transformers.cli.serving import model_manager as manager
+except (ImportError, NameError) as error:  # some releases name classes of openai's without asking
+    pytest.skip(f"transformers' server cannot be imported: {error}", allow_module_level=True)
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 TEXT = "It is a truth universally acknowledged, that a single man " * 20  # passes 256 tokens

@@ -8,6 +8,7 @@ import torch
 from helpers.evaluations import request
 from helpers.tiny_models import (
     LONG_FACTOR,
+    OLD_TRANSFORMERS,
     SHORT_FACTOR,
     TARGET,
     TRAINED,
@@ -171,6 +172,7 @@ def test_silence(warnings):
     assert len(warnings()) == 1
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="models themselves fail on the meta device")
 @pytest.mark.parametrize("has_positions", [True, False])
 def test_tensors_without_values_are_not_read(has_positions, warnings):
     model = make_model()

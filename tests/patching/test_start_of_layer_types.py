@@ -134,6 +134,7 @@ def test_short_sets_that_end_at_different_lengths_are_refused():
     assert_differs(logits(model), before)
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="transformers 5.0 reads no scaling for Gemma 3")
 def test_layer_types_that_start_at_different_lengths_are_refused():
     """yarn is replaced from its original length, llama3 extended from its scaled one."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers.encoding_models import LENGTH, encoding_model, token_logits
+from helpers.tiny_models import OLD_TRANSFORMERS
 from transformers import AutoTokenizer
 
 import rope_patch
@@ -73,6 +74,8 @@ def own_memory(model):
     ],
 )
 def test_load_and_undo_restore_the_model_bit_for_bit(tmp_path, family, dtype):
+    if OLD_TRANSFORMERS and dtype == torch.bfloat16 and "UMT5" in family:
+        pytest.skip("transformers 5.0 loads some of its weights in float32")
     plain = encoding_model(family, **SMALL.get(family, {})).to(dtype)
     before = token_logits(plain, LENGTH)
     model = saved(family, tmp_path, dtype)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers.encoding_models import encoding_model, token_logits
-from helpers.tiny_models import logits, make_model
+from helpers.tiny_models import OLD_TRANSFORMERS, logits, make_model
 
 import rope_patch
 from rope_patch.pretrained import patched_checkpoint
@@ -44,6 +44,8 @@ def family(request):
     [("yarn", True), ("linear", True), ("clipped", True), ("mixed-yarn", False)],
 )
 def test_the_checkpoint_has_the_logits_of_the_patched_model(family, method, native, tmp_path):
+    if OLD_TRANSFORMERS and (family, method) == ("gemma3", "yarn"):
+        pytest.skip("transformers 5.0 reads no YaRN for Gemma 3")
     model = make_model(family)
     model.save_pretrained(tmp_path / "source")
     written = patch_checkpoint(tmp_path / "source", tmp_path / "new", method, **REQUEST)

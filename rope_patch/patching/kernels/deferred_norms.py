@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
+from rope_patch.ops.modes import has_global_hooks
 from rope_patch.ops.reference import rms_norm
 from rope_patch.patching.architecture.attention_source import inspect_forward
 from rope_patch.patching.defaults import torch_defaults
@@ -95,7 +95,7 @@ class DeferrableNorms:
         return _deferral.weights
 
     def _find_weights(self, x: torch.Tensor) -> Weights | None:
-        if not use_exact_positions(x, self.kernels) or torch_module._has_any_global_hook():
+        if not use_exact_positions(x, self.kernels) or has_global_hooks():
             return None
         (q_name, k_name), (q_norm, k_norm) = self.names, self.modules
         modules = self.attention._modules

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
-from rope_patch.ops.modes import needs_plain_torch
+from rope_patch.ops.modes import has_global_hooks, needs_plain_torch
 
 # References to a tensor within `are_exclusive`, if the forward alone has it: a variable each of the
 # forward, of its callee and of `are_exclusive`, and the argument of `getrefcount`. Until Python
@@ -43,7 +42,7 @@ def is_overwriting_possible(attention: nn.Module) -> bool:
         and not torch.is_grad_enabled()
         and not needs_plain_torch()
         and torch._C._len_torch_dispatch_stack() == 0  # modes may hold weak references
-        and not torch_module._has_any_global_hook()
+        and not has_global_hooks()
         and not any(
             (module._forward_hooks or module._forward_pre_hooks)
             for module in attention.modules()

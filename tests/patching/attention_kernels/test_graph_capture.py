@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from helpers.tiny_models import assert_close, forward, make_model, tokens
+from helpers.tiny_models import OLD_TRANSFORMERS, assert_close, forward, make_model, tokens
 from kernel_models import patch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,6 +153,8 @@ def model(request, monkeypatch):
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"], indirect=True)
 def test_steps_read_nothing_and_repeat_the_same_operators(model, method):
     """A dynamic method decides ahead of the layers, in `prepare`, which reads the position."""
+    if OLD_TRANSFORMERS and model.config.model_type == "qwen3":
+        pytest.skip("the model's own forward reads the cache's length")
     patch(model, "triton", method)
     decoder = Decoder(model)
     (_, first), (got, second) = decoder.step(), decoder.step()
@@ -175,6 +177,7 @@ READS = {
 }
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="rotations do not write into its static caches")
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_a_read_in_the_rotation_is_seen(model, read, monkeypatch):

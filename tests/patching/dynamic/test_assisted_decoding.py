@@ -130,13 +130,18 @@ def test_padded_prompt_with_prompt_lookup(model):
 # -- no growth step within a forward of candidates -------------------------------------------------
 
 
+def past_and_new(kwargs):
+    cache = given_cache(kwargs)  # None in a first forward with transformers 5.0
+    return cache.get_seq_length() if cache is not None else 0, kwargs["input_ids"].shape[1]
+
+
 @pytest.fixture
 def decoder_steps(model):
     """Record (cached tokens, new tokens) of each of the decoder's forwards."""
     steps = []
 
     def note(decoder, args, kwargs):
-        steps.append((given_cache(kwargs).get_seq_length(), kwargs["input_ids"].shape[1]))
+        steps.append(past_and_new(kwargs))
 
     hook = model.model.register_forward_pre_hook(note, with_kwargs=True)
     yield steps
@@ -188,9 +193,7 @@ def test_assistant_with_another_tokenizer(do_sample):
     handle = rope_patch.patch(model, "dynamic-yarn", trained_length=32, factor=4)
     expected = generate(model, ids, 40)
     model.model.register_forward_pre_hook(
-        lambda _, __, kwargs: steps.append(
-            (given_cache(kwargs).get_seq_length(), kwargs["input_ids"].shape[1])
-        ),
+        lambda _, __, kwargs: steps.append(past_and_new(kwargs)),
         with_kwargs=True,
     )
     got = generate(model, ids, 40, **options)

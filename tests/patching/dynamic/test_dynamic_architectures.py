@@ -16,7 +16,7 @@ from helpers.tiny_models import (
     step_by_step,
     tokens,
 )
-from transformers import DynamicCache
+from transformers import CONFIG_MAPPING, DynamicCache
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import rope_patch
@@ -94,8 +94,10 @@ ONE_ATTENTION = {
 
 @pytest.mark.parametrize("model_type", ONE_ATTENTION)
 def test_cached_keys_are_rerotated(model_type):
-    if OLD_TRANSFORMERS and model_type in ("beam", "falcon_h1", "granite_swa", "zaya"):
-        pytest.skip("is not there, or has a cache class of its own")
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("this release has no such model")
+    if OLD_TRANSFORMERS and model_type in ("falcon_h1", "gemma3n_text", "granitemoehybrid"):
+        pytest.skip("has a cache class of its own, or asks for a cache to rotate")
     model = tiny_model(model_type, **ONE_ATTENTION[model_type])
     windows = set(getattr(model.config, "layer_types", [])) == {"sliding_attention"}
     kinds = ["sliding_attention"] if windows and len(by_layer_type(model)) > 1 else None

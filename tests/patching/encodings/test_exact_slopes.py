@@ -9,8 +9,9 @@ import pytest
 import torch
 from helpers.encoding_models import encoding_model
 from helpers.no_copies import NoCopies
+from helpers.tiny_models import OLD_TRANSFORMERS
 from transformers import StaticCache
-from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 import rope_patch
 
@@ -97,7 +98,7 @@ def handed_bias(model, mask, **arguments):
 
 
 def scaled_slopes():
-    slopes = _get_alibi_slopes(HEADS, torch.device("cpu")).double()
+    slopes = build_alibi_tensor(torch.ones(1, 2), HEADS, torch.float32)[:, 0, 1].double()
     return slopes * FACTOR ** -(torch.arange(HEADS) / (HEADS - 1))
 
 
@@ -175,6 +176,7 @@ def test_falcon_equals_its_own_code_without_rounding(implementation, padding, mo
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="the models themselves fail with a static cache")
 @pytest.mark.parametrize("family", ["BloomForCausalLM", "MptForCausalLM"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dynamic_slopes_follow_the_tokens_in_a_static_cache(family, dtype):
@@ -251,6 +253,8 @@ def test_options_that_a_model_does_not_have_are_refused(family, arguments, messa
 @pytest.mark.parametrize("method", ["ntk", "dynamic-ntk"])
 @pytest.mark.parametrize("family", HEAD_FIELDS)
 def test_no_forward_waits_for_the_device(family, method, dtype):
+    if OLD_TRANSFORMERS and family == "FalconForCausalLM":
+        pytest.skip("the model itself fails on this device")
     model = alibi_model(family).to(dtype)
     length = {} if method == "dynamic-ntk" else {"factor": FACTOR}
     rope_patch.patch(model, method, trained_length=TRAINED, **length)

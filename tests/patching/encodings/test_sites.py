@@ -10,6 +10,8 @@ import torch
 import transformers
 from architectures.text_models import text_output, tiny_text_model
 from architectures.tiny_architectures import TRAINED
+from helpers.tiny_models import OLD_TRANSFORMERS
+from transformers import CONFIG_MAPPING
 from transformers.models.longt5 import modeling_longt5
 
 import rope_patch
@@ -100,6 +102,7 @@ def test_ctrl_reads_a_buffer_in_its_own_forward():
     assert torch.equal(text_output(model, TRAINED), before)
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="a small copy of the model cannot be built")
 def test_the_text_part_of_clip_is_extended_and_saved(tmp_path):
     model = tiny_text_model("clip")
     before = model.get_text_features(IDS[:, :TRAINED])
@@ -153,6 +156,8 @@ def test_a_stretched_table_is_not_resized():
     ],
 )
 def test_other_encodings_are_refused_with_the_reason(model_type, message):
+    if model_type not in CONFIG_MAPPING or (OLD_TRANSFORMERS and model_type == "encoder-decoder"):
+        pytest.skip("this release has no such model, or builds none without configs of its parts")
     model = tiny_text_model(model_type)
     with pytest.raises(rope_patch.Refused, match=message):
         rope_patch.patch(model, "linear", factor=2, trained_length=TRAINED)

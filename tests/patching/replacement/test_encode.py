@@ -7,7 +7,17 @@ import pickle
 import pytest
 import torch
 import transformers
-from helpers.encoded_models import IDS, NAMES, ONE_EACH, VARIANTS, encoded, llama, logits, tokens
+from helpers.encoded_models import (
+    IDS,
+    NAMES,
+    ONE_EACH,
+    VARIANTS,
+    encoded,
+    llama,
+    logits,
+    require_release,
+    tokens,
+)
 
 import rope_patch
 
@@ -25,6 +35,7 @@ TRAINED = {
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
 def test_undo_restores_the_model(name, options):
+    require_release(options)
     model = llama()
     before, keys, config = logits(model, tokens()), set(model.state_dict()), model.config.to_dict()
     handle = rope_patch.encode(model, name, **options)
@@ -52,7 +63,7 @@ def test_trained_parts_are_in_the_model(name):
 def test_a_second_encoding_replaces_the_first():
     model, expected = llama(), llama()
     rope_patch.encode(model, "learned")
-    rope_patch.encode(model, "rope", p=0.5)
+    rope_patch.encode(model, "rope", base=50.0)
     first = rope_patch.encode(model, "alibi")
     rope_patch.encode(expected, "alibi")
     assert torch.equal(logits(model, tokens()), logits(expected, tokens()))
