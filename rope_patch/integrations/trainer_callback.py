@@ -41,7 +41,7 @@ from rope_patch.utils.errors import Refused
 logger = logging.getLogger("rope_patch")
 
 _RECORD = "rotation"
-CALLED_BACK = ("on_init_end", "on_train_begin", "on_save", "on_push_begin")
+CALLED_BACK = ("on_init_end", "on_train_begin", "on_step_end", "on_save", "on_push_begin")
 
 
 class RopePatchCallback(TrainerCallback, ExportableState):

@@ -28,9 +28,9 @@ from rope_patch.patching.kernels.liger import warn_about_liger
 from rope_patch.patching.length_warning import install_length_warning, make_length_warning
 from rope_patch.patching.mla_scale import base_softmax_scale
 from rope_patch.patching.plan import PatchPlan, saved_frequencies
-from rope_patch.patching.position_guard import PositionIdsGuard, install_position_guards
 from rope_patch.patching.position_maps.mapped_attention import install_position_map
 from rope_patch.patching.position_maps.position_hooks import PositionHooks
+from rope_patch.patching.positions import PositionRule, install_position_rule
 from rope_patch.patching.query_temperature import install_temperature
 from rope_patch.patching.replicas import support_replicas
 from rope_patch.patching.stamp import (
@@ -101,7 +101,7 @@ class Patch:
         self._rotation_digest = rotation_digest(plan, self.frequencies)
         self._kernel_summary = summarize_kernels(plan.extension.kernels, plan.rotation_sites)
         self._length_warning = make_length_warning(plan)
-        self._position_guards: list[PositionIdsGuard] = []
+        self._position_rule: PositionRule | None = None
         self._position_hooks: list[PositionHooks] = []
         self._context_parallel_group: Any = None
         # Needed when a `with` block ends, until the patch is over.
@@ -228,8 +228,8 @@ class Patch:
         self._context_parallel_group = group
         for hooks in self._length_hooks:
             hooks.group = group
-        for guard in self._position_guards:
-            guard.group = group
+        if self._position_rule is not None:
+            self._position_rule.group = group
 
     def summary(self) -> str:
         """Return a few lines that describe what is in effect."""
@@ -289,7 +289,16 @@ class Patch:
         self._model, self._plan = model, plan
         try:
             rotaries = [traits.rotary for traits in plan.rotaries]
-            self._position_guards = install_position_guards(model, rotaries, self._undo_log)
+            self._position_rule = rule = install_position_rule(
+                model,
+                rotaries,
+                self._undo_log,
+                counts_tokens=plan.depends_on_positions,
+                # Models with several positions for a token count them themselves.
+                counts_lengths=bool(plan.length_hooks)
+                and not any(traits.is_mrope for traits in plan.rotaries),
+            )
+            rule.group = self._context_parallel_group
             if not plan.length_hooks and not plan.mapped_sites:
                 install_cache_stamps(model, rotaries, self._rotation_digest, self._undo_log)
             if self._length_warning is not None:
@@ -301,8 +310,6 @@ class Patch:
                 length_hooks=self._length_hooks,
                 refusal=position_map_refusal(plan.position_map) if plan.position_map else None,
             )
-            for guard in self._position_guards:
-                guard.group = self._context_parallel_group
             warn_about_cast(rotaries)
             # Hooks replace these where frequencies depend on the length.
             initial = self.frequencies_at(1)
@@ -321,6 +328,7 @@ class Patch:
                 self._undo_log.set(attention, "scaling", scale)
             for decoder, _, hooks in plan.length_hooks:
                 self._undo_log.hook(decoder, before=TraceRefusal(str(self.method)))
+                hooks.position_rule = rule
                 hooks.attach(decoder, self._undo_log)
             limit_candidates(model, plan.length_hooks, self._undo_log)
             watch_generate(model, plan.length_hooks, self._undo_log)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from rope_patch.patching.architecture.mrope_sections import AXES
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.plan import PatchPlan
+from rope_patch.patching.positions import counted_positions
 from rope_patch.patching.stamp import innermost_decoders
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.caches import is_paged, known_length
@@ -137,10 +138,9 @@ def _longest_sequence(call: ForwardCall) -> int:
             positions = positions[1:]  # M-RoPE: the first are for the mask of packed rows
         is_known = positions.numel() and _is_readable(positions)
         return int(positions.max()) + 1 if is_known else 0
-    mask = call.attention_mask
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() and _is_readable(mask):
-        columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-        return int((columns * (mask != 0)).max())  # padding on the right has no position
+    counted = counted_positions(call)
+    if counted is not None and counted.numel() and _is_readable(counted):
+        return int(counted.max()) + 1
     past = 0 if is_paged(call.cache) else call.cached_tokens()
     if isinstance(past, torch.Tensor) and not _is_readable(past):
         return 0

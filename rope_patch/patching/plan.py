@@ -153,6 +153,12 @@ class PatchPlan:
         """Return whether the rotation changes with the sequence at every length."""
         return self.method.is_dynamic and bool(self.length_hooks)
 
+    @property
+    def depends_on_positions(self) -> bool:
+        """Return whether positions themselves count; rotation alone depends on distances."""
+        method = self.method
+        return bool(method.start_token_count or method.query_temperature or self.position_map)
+
     def frequencies(self, length: float | None = None) -> dict[str | None, Frequencies]:
         """Return the frequencies of each layer type that changes, for sequences of `length` tokens.
 

@@ -18,13 +18,11 @@ from torch import nn
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
-from rope_patch.patching.dynamic.sequence_lengths import mask_columns, require_document_positions
 from rope_patch.patching.kernels.attention_forward import forward_attribute
 from rope_patch.patching.method_wrappers import ContinuedScaling
 from rope_patch.patching.mla_scale import SoftmaxScaled
 from rope_patch.patching.replicas import forward_for_replica
 from rope_patch.patching.undo_log import UndoLog
-from rope_patch.transformers_api.forwards import POSITIONS, ForwardCall, parameter_names
 from rope_patch.utils.errors import Refused
 
 
@@ -130,43 +128,6 @@ def install_start_tokens(
         getattr(module, attribute), traits.probe_with(frequencies), frequencies, tokens
     )
     undo_log.set(module, attribute, forward)
-    decoder = traits.require_decoder()
-    undo_log.hook(decoder, before=PaddingAwarePositions())
-
-
-class PaddingAwarePositions:
-    """Pre-hook on a decoder that counts positions from each row's first token.
-
-    The mask shows which token is first. Models without position_ids also count padding, which
-    matters only with start tokens, because otherwise only distances count.
-    """
-
-    def __call__(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        call = ForwardCall(decoder, args, kwargs)
-        if call.position_ids is not None:
-            return None
-        require_document_positions(call)
-        mask, tokens = call.attention_mask, call.tokens
-        if not isinstance(mask, torch.Tensor):
-            return None
-        if tokens is None or mask.ndim != 2 or mask.shape[1] < tokens.shape[1]:
-            return None
-        steps = tokens.shape[1]
-        past = call.cached_tokens()
-        row_positions = mask.long().cumsum(1) - 1
-        # A mask of the new tokens alone does not cover the cached ones.
-        row_positions = (
-            row_positions + past
-            if mask.shape[1] == steps
-            else mask_columns(row_positions, past, steps)
-        )
-        positions = row_positions.clamp(min=0).to(tokens.device)
-        at = parameter_names(decoder).index(POSITIONS)
-        if len(args) > at:
-            return (*args[:at], positions, *args[at + 1 :]), kwargs
-        return args, {**kwargs, POSITIONS: positions}
 
 
 @contextmanager

@@ -120,6 +120,17 @@ def with_hidden_states(
     return args, {**kwargs, parameter_names(module)[0]: hidden}
 
 
+def with_position_ids(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], positions: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a decoder's arguments with `position_ids`, also where None was passed by order."""
+    names = parameter_names(module)
+    at = names.index(POSITIONS) if POSITIONS in names else len(args)
+    if at < len(args):
+        return (*args[:at], positions, *args[at + 1 :]), kwargs
+    return args, {**kwargs, POSITIONS: positions}
+
+
 def cache_among(arguments: dict[str, Any]) -> Any:
     """Return the cache of self-attention among a forward's or generate's arguments, or None.
 

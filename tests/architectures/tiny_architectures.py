@@ -90,6 +90,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None},  # 8 slots in the cache
     "hunyuan_v1_dense": _HEADS,
     "hunyuan_v1_moe": _HEADS,
+    "inkling2_loop_text": {
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "ministral": _HEADS,
     "nemotron": _NEMOTRON,

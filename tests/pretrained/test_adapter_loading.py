@@ -1,6 +1,7 @@
 """Test loading of adapters with their bases: arguments, revisions, names, offloading."""
 
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from lora_adapters import (
     peft,
     state,
 )
+from packaging.version import Version
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import rope_patch
 
@@ -119,6 +122,10 @@ def test_each_named_adapter_gets_a_sidecar(bases, tmp_path):
         assert logits(got).equal(logits(model))
 
 
+@pytest.mark.skipif(
+    Version(version("peft")) < Version(MIN_PEFT_VERSION),
+    reason=f"this transformers adds adapters with PEFT {MIN_PEFT_VERSION} alone",
+)
 def test_adapter_added_by_transformers(bases, saved_adapter, tmp_path):
     """Use `model.add_adapter`, which makes no PeftModel."""
     model = base(bases)

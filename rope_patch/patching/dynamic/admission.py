@@ -18,10 +18,8 @@ from torch import nn
 
 from rope_patch.patching.dynamic.cache_record import cached_positions
 from rope_patch.patching.dynamic.generation_loop import WrappedMethod
-from rope_patch.patching.dynamic.sequence_lengths import (
-    first_and_last_positions,
-    prompt_positions,
-)
+from rope_patch.patching.dynamic.sequence_lengths import first_and_last_positions
+from rope_patch.patching.positions import prompt_positions
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.forwards import cache_among
 from rope_patch.transformers_api.generation import (

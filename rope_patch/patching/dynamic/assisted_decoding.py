@@ -16,10 +16,8 @@ import torch
 from torch import nn
 
 from rope_patch.patching.dynamic.cache_record import cached_positions
-from rope_patch.patching.dynamic.sequence_lengths import (
-    first_and_last_positions,
-    prompt_positions,
-)
+from rope_patch.patching.dynamic.sequence_lengths import first_and_last_positions
+from rope_patch.patching.positions import prompt_positions
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.forwards import EMBEDDINGS, cache_among
 from rope_patch.transformers_api.generation import (

@@ -30,9 +30,9 @@ So every query meets keys under its own frequencies, whichever rows share the ba
 torch.compile, `update_rows` runs behind an op (`compile_op`).
 
 Lengths are read from the device as seldom as possible. For a single new token only its position is
-read. Nothing is read where the position is certain: without position_ids, and in generate (see
-`generation_loop`). All positions are read when the present frequencies do not serve the new
-position, or when several tokens come at once.
+read. Nothing is read where the position is certain: without position_ids, where the rule of
+positions counted them, and in generate (see `generation_loop`). All positions are read when the
+present frequencies do not serve the new position, or when several tokens come at once.
 """
 
 from __future__ import annotations
@@ -70,14 +70,13 @@ from rope_patch.patching.dynamic.generation_loop import GenerationLoop
 from rope_patch.patching.dynamic.latent_cache import LatentCache, attach_softmax_factor
 from rope_patch.patching.dynamic.rerotation import CachedKeys, KeyRerotation
 from rope_patch.patching.dynamic.sequence_lengths import (
-    axis_positions,
     context_parallel_group,
     extend_spans,
     first_and_last_positions,
     token_extents,
-    token_positions,
 )
 from rope_patch.patching.frequency_buffers import forward_per_row
+from rope_patch.patching.positions import PositionRule, axis_positions, token_positions
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.caches import Cache, cache_in_output, is_paged
 from rope_patch.transformers_api.forwards import ForwardCall, rotary_arguments
@@ -110,6 +109,7 @@ class LengthHooks:
         axes: A, if a token has a position on each of A axes (M-RoPE); None if it has one.
         fixed_length: The length assumed for every sequence; None to measure each.
         group: The processes that hold parts of the same sequences (context parallelism).
+        position_rule: The model's rule, which may have counted a forward's positions.
         rotaries: The decoder's rotary modules, which rotate alike.
     """
 
@@ -135,6 +135,7 @@ class LengthHooks:
         self.supports_per_row_frequencies = traits.supports_per_row_frequencies
         self.fixed_length: float | None = None
         self.group: Any = None
+        self.position_rule: PositionRule | None = None
         self.kernels: str | None = None  # which kernels take positions; None if none do
         self.patch_id = uuid.uuid4().hex
         self.frequency_table = FrequencyTable(
@@ -217,6 +218,13 @@ class LengthHooks:
             # A whole sequence without padding or gaps: its length needs no reading.
             plain = counted and past == 0 and call.attention_mask is None
             known_positions = self.generation_loop.take(call.position_ids)
+            if counted:
+                known_positions = [past] * len(new)
+            elif self.position_rule is not None and self.position_rule.has_counted(
+                call.position_ids
+            ):
+                # One behind each row's last; NaN where that has to be read.
+                known_positions = (record.row_spans[:, 1] + 1).tolist()
             self._state.rows = self.update_rows(
                 record.row_spans,
                 record.frequencies,
@@ -224,7 +232,7 @@ class LengthHooks:
                 new,
                 lambda: self._cached_keys(cache, record, past),
                 new.shape[1] if plain else None,
-                [past] * len(new) if counted else known_positions,
+                known_positions,
             )
         self._state.pending_record = record if cache is None else None
 

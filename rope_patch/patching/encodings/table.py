@@ -15,6 +15,7 @@ from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.encodings.cache_guard import CacheGuard
 from rope_patch.patching.encodings.sighting import TableSighting
 from rope_patch.patching.encodings.site import Site, Stretch
+from rope_patch.patching.positions import install_position_rule
 from rope_patch.patching.stamp import innermost_decoders
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
@@ -77,6 +78,9 @@ class TableSite(Site):
             undo_log.set(self.module, "num_embeddings", len(longer))
         # An encoder's positions are in no cache of self-attention.
         around = [RotaryModule(self.module, {})] if self.part == "decoder" else []
+        if around and self.sighting.first_row == 0:
+            # Positions are rows, whoever counts them: GPT-2 counts slots, which padding fills, too.
+            install_position_rule(model, around, undo_log, counts_tokens=True)
         for decoder in innermost_decoders(model, around):
             guard = CacheGuard(f"{self.name} {stretch}")
             undo_log.hook(decoder, before=guard.check, after=guard.mark)

@@ -26,6 +26,9 @@ from rope_patch.utils.errors import Refused
 
 _OTHER_METHODS = "use a method that changes frequencies, such as yarn"
 
+# Whose masks say all: without one, a query sees all keys up to its own.
+_WHOLE_MASKS = ("eager", "sdpa", "flex_attention")
+
 
 class MappedAttention:
     """What stands in for the attention function of one layer type of a decoder.
@@ -71,19 +74,18 @@ class MappedAttention:
                 f"{view.keys.shape[1]} positions are known: a position map needs the position of "
                 "every key"
             )
-        scaling = kwargs.get("scaling")
+        scaling, implementation = kwargs.get("scaling"), attention_implementation(module.config)
         options = LogitOptions(
             scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             softcap=kwargs.get("softcap"),
             sinks=kwargs.get("s_aux"),
             dropout=float(kwargs.get("dropout") or 0.0),
+            packs_unmasked=implementation not in _WHOLE_MASKS,
         )
         needs_gradients = torch.is_grad_enabled() and any(
             each.requires_grad for each in (query, key, value)
         )
-        needs_weights = bool(kwargs.get("output_attentions")) or (
-            attention_implementation(module.config) == "eager"
-        )
+        needs_weights = bool(kwargs.get("output_attentions")) or implementation == "eager"
         is_simple = view.is_consecutive and view.is_causal and options.softcap is None
         if is_simple and options.dropout == 0 and not needs_gradients and not needs_weights:
             layer = getattr(module, "layer_idx", None)

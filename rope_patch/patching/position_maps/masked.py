@@ -27,12 +27,15 @@ class LogitOptions:
         softcap: Logits become softcap * tanh(logits / softcap); None without.
         sinks: A logit for each head that no value goes with, `[H]`; None without.
         dropout: Probability that a weight becomes 0.
+        packs_unmasked: Whether no mask leaves open where documents begin, as in flash attention,
+            which reads it from positions.
     """
 
     scaling: float
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     dropout: float = 0.0
+    packs_unmasked: bool = False
 
 
 def attend_masked(
@@ -72,7 +75,7 @@ def attend_masked(
         scores = _mapped_scores(view, rotation, grouped, key, span, turned_keys) * options.scaling
         if options.softcap is not None:
             scores = torch.tanh(scores / options.softcap) * options.softcap
-        seen, bias = _visibility(mask, view, span, query, key)
+        seen, bias = _visibility(mask, view, span, query, key, options)
         if bias is not None:
             scores = scores + bias
         if seen is not None:
@@ -117,7 +120,12 @@ def _mapped_scores(
 
 
 def _visibility(
-    mask: Any, view: ForwardView, span: slice, query: torch.Tensor, key: torch.Tensor
+    mask: Any,
+    view: ForwardView,
+    span: slice,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    options: LogitOptions,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return where queries see keys, and what is added to their logits; None for no change.
 
@@ -138,9 +146,10 @@ def _visibility(
     seen = (torch.arange(slots, device=query.device) <= at)[None]
     if mask is not None:  # flash attention's: which keys are tokens
         seen = seen & mask[:, None, -slots:].bool()
-    elif slots == steps:  # packed rows, told by positions that start anew
+    elif options.packs_unmasked and slots == steps and len(query) == 1:
+        # transformers packs single rows whose positions start anew, and not where they jump.
         positions = view.queries.to(query.device)
-        document = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
+        document = (positions == positions.amin()).cumsum(1)
         seen = seen & (document[:, span, None] == document[:, None])
     return seen[:, None, None], None
 

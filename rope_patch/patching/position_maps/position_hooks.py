@@ -16,9 +16,10 @@ from rope_patch.patching.dynamic.cache_record import (
     empty_positions,
     get_record,
 )
-from rope_patch.patching.dynamic.sequence_lengths import context_parallel_group, token_positions
+from rope_patch.patching.dynamic.sequence_lengths import context_parallel_group
 from rope_patch.patching.position_maps.forward_view import ForwardView
 from rope_patch.patching.position_maps.position_record import PositionRecord
+from rope_patch.patching.positions import token_positions
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.caches import Cache, cache_in_output, self_attention_part
 from rope_patch.transformers_api.forwards import ForwardCall

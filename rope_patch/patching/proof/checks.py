@@ -21,7 +21,7 @@ from rope_patch.patching.plan import PatchPlan
 from rope_patch.patching.proof.tiny_model import FIRST_TOKEN, VOCABULARY, CannotShrink
 from rope_patch.rope_config import by_layer_type, config_rope_type
 from rope_patch.transformers_api.caches import cache_in_output
-from rope_patch.transformers_api.forwards import POSITIONS, cache_arguments, parameter_names
+from rope_patch.transformers_api.forwards import MASK, cache_arguments
 from rope_patch.utils.errors import Refused, describe_error
 
 OK, WRONG, REFUSED, NOT_ASKED = "ok", "wrong", "refused", "not asked"
@@ -115,9 +115,6 @@ class Subject:
     model: Any
     baselines: dict[Hashable, float | str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.takes_positions = POSITIONS in parameter_names(self.model)
-
     def text(self, length: int, row: int = 0) -> torch.Tensor:
         """Return random tokens, `[1, S]`; a shorter text of the same row is its beginning."""
         generator = torch.Generator().manual_seed(row)
@@ -143,17 +140,11 @@ class Subject:
         cache, logits, stop = None, [], 0
         for part in parts:
             start, stop = stop, stop + part
-            kwargs = {} if mask is None else self.padding(mask[:, :stop], part)
+            # Without positions: the rule that reads padding from the mask is proven, too.
+            kwargs = {} if mask is None else {MASK: mask[:, :stop]}
             cache, new = self.read_on(cache, ids[:, start:stop], **kwargs)
             logits.append(new)
         return torch.cat(logits, 1)
-
-    def padding(self, mask: torch.Tensor, new: int) -> dict[str, torch.Tensor]:
-        """Return what `generate` passes for padded rows, for the last `new` tokens of a mask."""
-        kwargs = {"attention_mask": mask}
-        if self.takes_positions:
-            kwargs[POSITIONS] = (mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
-        return kwargs
 
     def state(self) -> dict[str, Any]:
         """Return what undoing a patch must restore, besides logits."""
@@ -305,7 +296,7 @@ def _padded_error(tiny: Subject, lengths: Lengths, side: str) -> float:
     texts = enumerate((lengths.stop, lengths.trained // 2, lengths.start))
     rows = [tiny.text(length, row) for row, length in texts]
     ids, mask = _pad(rows, side)
-    return _rows_error(tiny, rows, mask, tiny.read(ids, **tiny.padding(mask, ids.shape[1])))
+    return _rows_error(tiny, rows, mask, tiny.read(ids, **{MASK: mask}))
 
 
 def _padded_steps_error(tiny: Subject, lengths: Lengths) -> float:

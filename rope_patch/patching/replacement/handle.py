@@ -9,20 +9,17 @@ from typing import Any
 from torch import nn
 
 from rope_patch.patching.active import current
+from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.config_copy import ConfigOverride
 from rope_patch.patching.dynamic.batching_guard import guard_batching, slots_refusal
+from rope_patch.patching.positions import install_position_rule
 from rope_patch.patching.replacement.encoding import (
     AbsoluteEncoding,
     BiasEncoding,
     Encoding,
     find_encoding,
 )
-from rope_patch.patching.replacement.hooks import (
-    AttentionHook,
-    PositionsHook,
-    SharedTensors,
-    TableHook,
-)
+from rope_patch.patching.replacement.hooks import AttentionHook, SharedTensors, TableHook
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.notebook import text_html
@@ -95,8 +92,8 @@ class EncodedModel:
             log.set(decoder, ATTRIBUTE, encoding)
             refusal = f"the encoding {encoding.name!r}" if encoding.reads_slots else None
             guard_batching(self.model, log, refusal=refusal and slots_refusal(refusal))
+            install_position_rule(self.model, find_rotaries(self.model), log, counts_tokens=True)
             log.hook(decoder, before=shared.forget, after=shared.forget)
-            log.hook(decoder, before=PositionsHook())
             if isinstance(encoding, AbsoluteEncoding):
                 log.hook(decoder.layers[0], before=TableHook(encoding))
             for index, layer in enumerate(decoder.layers):

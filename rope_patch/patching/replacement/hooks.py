@@ -20,10 +20,8 @@ from rope_patch.transformers_api.caches import is_paged, require_counted_cache
 from rope_patch.transformers_api.forwards import (
     MASK,
     POSITIONS,
-    ForwardCall,
     cache_among,
     hidden_states,
-    parameter_names,
     with_hidden_states,
 )
 from rope_patch.transformers_api.models import attention_implementation
@@ -177,30 +175,6 @@ class TableHook:
 
     def _added(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return hidden + self.encoding(positions.to(hidden.device)).to(hidden.dtype)
-
-
-class PositionsHook:
-    """Pre-hook of a decoder: counts positions of left-padded rows from their mask.
-
-    transformers counts slots where no `position_ids` are given, which does not matter to rotation.
-    """
-
-    def __call__(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        call = ForwardCall(decoder, args, kwargs)
-        mask, tokens = call.attention_mask, call.tokens
-        if call.position_ids is not None or not isinstance(mask, torch.Tensor):
-            return None
-        if mask.ndim != 2:
-            return None
-        if tokens is None or mask.shape[1] < tokens.shape[1]:
-            return None
-        counted = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        at = parameter_names(decoder).index(POSITIONS)
-        if at < len(args):  # given as None, by position
-            return (*args[:at], counted, *args[at + 1 :]), kwargs
-        return args, {**kwargs, POSITIONS: counted}
 
 
 def require_implementation(encoding: Encoding, implementation: str) -> None:

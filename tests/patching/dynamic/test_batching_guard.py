@@ -15,6 +15,7 @@ from helpers.tiny_models import (
     tokens,
 )
 from transformers import GenerationConfig
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 import rope_patch
 
@@ -132,11 +133,16 @@ def test_copy_has_its_own_guard(model):
 
 def test_forward_with_a_paged_cache_is_refused(model):
     """Call as a manager does that was made by hand, or before the patch."""
-    handle = rope_patch.patch(model, "dynamic-yarn")
+    rope_patch.patch(model, "dynamic-yarn")
+    cache = PagedAttentionCache.__new__(PagedAttentionCache)  # refused before it is read
     with pytest.raises(ValueError, match="paged cache"):
+        model.model(tokens(4), cache=cache, use_cache=False)
+
+
+def test_a_cache_that_does_not_count_is_refused(model):
+    rope_patch.patch(model, "dynamic-yarn")
+    with pytest.raises(ValueError, match="does not say how many tokens it holds, in transformers"):
         model.model(tokens(4), cache=object(), use_cache=False)
-    handle.fix_length(256)
-    model.model(tokens(4), cache=object(), use_cache=False)
 
 
 @pytest.mark.parametrize(
