@@ -122,8 +122,10 @@ def load(
     path = demo.resolve_model_path(path) if isinstance(path, str) else path
     encoded = read_encoded(path)
     adapter = path if is_adapter(path) else None
-    patch_sidecar = read_sidecar(path) if encoded is None else encoded["extension"]
+    patch_sidecar = None if encoded is None else encoded["extension"]
     if adapter is not None:
+        if encoded is None:
+            patch_sidecar = read_sidecar(adapter)
         path, revision = adapter_base(adapter)
         kwargs = {"revision": revision, **kwargs} if revision else kwargs
     adapter_kwargs = {

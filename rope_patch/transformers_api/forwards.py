@@ -13,6 +13,7 @@ names is refused where its argument is needed.
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from collections.abc import Iterable
 from typing import Any
@@ -241,7 +242,7 @@ def _find_cache_parameter(module_class: Any) -> str | None:
 def _names_cache(annotation: Any) -> bool:
     """Return whether an annotation is a class of caches, alone or in a union, or its name."""
     if isinstance(annotation, str):
-        return any(part.strip().endswith("Cache") for part in annotation.split("|"))
+        return re.search(r"Cache\b", annotation) is not None
     parts = typing.get_args(annotation) or (annotation,)
     return any(is_cache_class(part) for part in parts if isinstance(part, type))
 
