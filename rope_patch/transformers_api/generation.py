@@ -7,6 +7,7 @@ refused: a hook on a method that nobody calls would do nothing, in silence.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,9 +117,14 @@ def server() -> tuple[Any, Any]:
     except NameError as error:  # to 5.10, its classes derive from those of packages that may miss
         raise ImportError(str(error)) from error
 
+    manager = model_manager.ModelManager
     for name in ("_load_model", "get_quantization_config"):
-        if not hasattr(model_manager.ModelManager, name):
+        if not hasattr(manager, name):
             raise ImportError(f"its ModelManager has no {name} in {installed_release()}")
+    if "continuous_batching" not in inspect.signature(manager).parameters:  # to 5.17
+        raise ImportError(
+            f"its ModelManager does not know of continuous batching in {installed_release()}"
+        )
     return Serve, model_manager
 
 

@@ -10,7 +10,7 @@ import itertools
 from typing import Any
 
 import torch
-from helpers.tiny_models import OLD_TRANSFORMERS
+from helpers.tiny_models import BEFORE_5_17
 
 import rope_patch
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
@@ -40,7 +40,7 @@ def assert_followed(model: Any, start: Any) -> None:
         for kind, prefix in rotary.prefixes.items()
     }
     config = model.config.get_text_config(decoder=True)
-    if OLD_TRANSFORMERS and not hasattr(_read(model, FIRST), "layers"):
+    if BEFORE_5_17 and not hasattr(_read(model, FIRST), "layers"):
         return  # a cache class of the architecture's own
     plain, shifted = (_cached(_read(model, FIRST, first)) for first in (0, SHIFT))
     handle = rope_patch.patch(model, "dynamic-linear", trained_length=TRAINED)

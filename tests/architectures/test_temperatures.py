@@ -5,6 +5,7 @@ import torch
 import transformers
 from helpers.tiny_models import OLD_TRANSFORMERS
 from tiny_architectures import tiny_model
+from transformers import CONFIG_MAPPING
 
 import rope_patch
 from rope_patch.patching.query_temperature import find_scalable_attentions
@@ -40,6 +41,8 @@ def logits(model):
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_constant_temperature_is_a_larger_softmax_scale(model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("this release has no such model")
     model = tiny_model(model_type).eval()
     plain = logits(model)
     handle = rope_patch.patch(model, "linear", factor=2, temperature=3.0)

@@ -19,6 +19,7 @@ LONG_FACTOR = [1 + 0.4 * pair for pair in range(8)]  # 8 rotated pairs: head_dim
 SHORT_FACTOR = [1 + 0.05 * pair for pair in range(8)]
 
 OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.1")
+BEFORE_5_17 = Version(transformers.__version__) < Version("5.17")  # 5.10 is the next that is run
 
 _GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 32}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -2,8 +2,9 @@
 
 import torch
 import transformers
+from transformers.models.qwen2_vl import modeling_qwen2_vl
 
-from helpers.tiny_models import OLD_TRANSFORMERS, SIZES
+from helpers.tiny_models import SIZES
 
 IMAGE, VIDEO, VISION_START, VISION_END = 4, 5, 6, 7
 GRID = (1, 8, 12)  # an image in patches: time, height, width
@@ -59,8 +60,13 @@ _MODELS = {
         {**_TOWER, "num_position_embeddings": 64},
     ),
 }
-# Releases of the time of 5.0 lack the others, or apply their sections in the attention.
-MODEL_TYPES = [name for name in _MODELS if not OLD_TRANSFORMERS or name.startswith("qwen3_vl")]
+# Old releases lack some, and up to 5.10 apply the sections of Qwen2's in the attention.
+_IN_ATTENTION = "qwen2" if hasattr(modeling_qwen2_vl, "apply_multimodal_rotary_pos_emb") else "none"
+MODEL_TYPES = [
+    model_type
+    for model_type, (name, _, _) in _MODELS.items()
+    if hasattr(transformers, f"{name}Config") and not model_type.startswith(_IN_ATTENTION)
+]
 SAMPLE = [name for name in ("qwen2_vl", "qwen3_vl", "qwen3_5") if name in MODEL_TYPES]
 
 

@@ -1,5 +1,6 @@
 """Test transformers' continuous batching: equal to `generate` alone, or refused at its start."""
 
+import inspect
 import threading
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import transformers
 from helpers.encoded_models import encoded
 from helpers.encoding_models import encoding_model
-from helpers.tiny_models import LONG_FACTOR, OLD_TRANSFORMERS, make_generator, tokens
+from helpers.tiny_models import BEFORE_5_17, LONG_FACTOR, OLD_TRANSFORMERS, make_generator, tokens
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 import rope_patch
@@ -28,9 +29,14 @@ PROMPTS = [  # the second passes 64 tokens while decoding; the last two share tw
 LONG_SET = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": LONG_FACTOR}
 
 
+# Releases up to 5.17 call it by the other name.
+FIELDS = inspect.signature(transformers.ContinuousBatchingConfig).parameters
+PAGE_SIZE = "page_size" if "page_size" in FIELDS else "block_size"
+
+
 def settings(**changes):
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    sizes = {"page_size": 32, "num_blocks": 32, "max_batch_tokens": 128, **changes}
+    sizes = {PAGE_SIZE: 32, "num_blocks": 32, "max_batch_tokens": 128, **changes}
     return {
         "generation_config": config,
         "continuous_batching_config": transformers.ContinuousBatchingConfig(**sizes),
@@ -59,6 +65,8 @@ def make_gpt2():
 
 @pytest.mark.parametrize(("family", "attention"), [("qwen3", "eager"), ("gemma3", "sdpa")])
 def test_families_and_paged_attentions(family, attention):
+    if family == "gemma3" and BEFORE_5_17:
+        pytest.skip("the plain model in a batch differs from itself alone, too")
     model = make_generator(family)
     rope_patch.patch(model, "yarn", factor=4)
     model.set_attn_implementation(attention)

@@ -72,7 +72,7 @@ class LatentCache:
                 f"into one (DeepSeek-V4), in a cache of its own, which {CANNOT_FOLLOW_YET}"
             )
         attentions = find_mla_attentions(decoder)
-        if not attentions or not all(hasattr(each, "expand_kv") for each in attentions):
+        if not attentions or not all(_caches_latent(type(each)) for each in attentions):
             raise Refused(
                 f"{name} has multi-head latent attention, and this release of transformers caches "
                 f"its keys expanded, which {CANNOT_FOLLOW_YET}; or use a newer release"
@@ -249,6 +249,16 @@ def _apply(apply: Any, keys: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     except TypeError:  # DeepSeek-V2: complex numbers
         rotated = apply(keys, keys, torch.polar(torch.ones_like(angle), angle))[1]
     return rotated
+
+
+def _caches_latent(attention: type[nn.Module]) -> bool:
+    """Return whether an attention's forward caches the latent, and expands it behind the cache.
+
+    Transformers 5.0 does so nowhere. Some releases around 5.17 have `expand_kv`, and yet the sparse
+    attentions (DSA) call it ahead of the cache.
+    """
+    source = inspect.getsource(attention.forward)
+    return "expand_kv(" in source.partition(".update(")[2]
 
 
 def _layer_types(attentions: list[Any], config: Any) -> list[str | None]:
