@@ -25,6 +25,11 @@ SOURCES := setup.py README.md $(shell find rope_patch eval recipes \
 	\( -name __pycache__ -o -path eval/results \) -prune -o -print)
 # The groups of tests that a new release of a dependency breaks first.
 GROUPS := $(addprefix tests/,methods patching pretrained inference serving integrations architectures)
+# Those of the extras: evaluation, search, training.
+EXTRAS := $(addprefix tests/,cli/test_cli.py evaluation/test_compare_command.py \
+	evaluation/test_quantized_evaluation.py pretrained/test_adapters.py \
+	searching/test_search_command.py searching/strategies training/test_identity.py \
+	training/data/test_documents.py training/inspection/test_duplicates.py)
 # `--record FILE` writes what was run, for docs/compatibility.md.
 RECORD := PYTHONPATH=$(CURDIR)/tests/compatibility
 RUNS := tests/compatibility/runs
@@ -80,12 +85,7 @@ test-oldest: $(VENV)/installed
 	$(BIN)/python tests/oldest/minima.py demo eval search train > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt \
 		".[demo,eval,search,train]"
-	$(RECORD) $(OLDEST)/bin/pytest -p recording --record $(RUNS)/oldest-extras.json \
-		tests/cli/test_cli.py tests/evaluation/test_compare_command.py \
-		tests/evaluation/test_quantized_evaluation.py tests/pretrained/test_adapters.py \
-		tests/searching/test_search_command.py tests/searching/strategies \
-		tests/training/test_identity.py tests/training/data/test_documents.py \
-		tests/training/inspection/test_duplicates.py
+	$(RECORD) $(OLDEST)/bin/pytest -p recording --record $(RUNS)/oldest-extras.json $(EXTRAS)
 
 # PyPI's torch, which brings CUDA along and runs on a CPU. What is there already is upgraded.
 test-newest:
@@ -93,8 +93,8 @@ test-newest:
 	$(NEWEST)/bin/pip install --quiet --upgrade pip
 	$(NEWEST)/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[all]" \
 		--group dev
-	$(RECORD) $(NEWEST)/bin/pytest -p recording --record $(RUNS)/newest.json $(GROUPS) \
-		tests/evaluation tests/searching tests/training
+	$(RECORD) $(NEWEST)/bin/pytest -n 2 --dist worksteal -p recording \
+		--record $(RUNS)/newest.json $(GROUPS) $(EXTRAS)
 
 # In an environment of its own, because transformers before 5.23 refuses the newest huggingface_hub.
 test-transformers:
@@ -108,7 +108,8 @@ test-transformers:
 	$(RELEASE)/bin/python -I -c "import rope_patch, transformers as t; \
 		assert t.__version__ == '$(VERSION)', t.__version__; \
 		assert rope_patch.__file__ == '$(CURDIR)/rope_patch/__init__.py', rope_patch.__file__"
-	$(RECORD) $(RELEASE)/bin/pytest -p recording --record $(RUNS)/transformers-$(VERSION).json $(GROUPS)
+	$(RECORD) $(RELEASE)/bin/pytest -n 2 --dist worksteal -p recording \
+		--record $(RUNS)/transformers-$(VERSION).json $(GROUPS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
