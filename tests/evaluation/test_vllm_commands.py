@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -238,16 +239,17 @@ class TestOverrides:
     def test_there_are_static_methods(self):
         assert {"linear", "ntk", "yarn", "longrope", "llama3", "abf"} <= set(static_methods())
 
-    def test_an_attention_factor_becomes_a_longrope_mscale(self):
-        # vLLM's YaRN ignores attention_factor, and its longrope reads only the two mscales.
+    @pytest.mark.parametrize(
+        ("method", "options", "expected"),
+        [("yarn", {"attention_factor": 1.25}, 1.25), ("ntk-by-parts", {}, 1.0)],
+    )
+    def test_an_attention_factor_has_the_names_that_vllm_reads(self, method, options, expected):
+        # Of YaRN, vLLM reads attention_factor from 0.30 on, and multiplied by attn_factor before.
         model = AutoModelForCausalLM.from_pretrained(LLAMA)
-        for method, options in (("yarn", {"attention_factor": 1.25}), ("ntk-by-parts", {})):
-            plan = check(model, method, factor=4.0, **options)
-            rope = vllm_commands.config_overrides(model.config, plan, 512)["rope_parameters"]
-            assert rope["rope_type"] == "longrope"
-            mscale = options.get("attention_factor", 1.0)
-            assert rope["short_mscale"] == rope["long_mscale"] == mscale
-            assert rope["short_factor"] == rope["long_factor"]
+        plan = check(model, method, factor=4.0, **options)
+        rope = vllm_commands.config_overrides(model.config, plan, 512)["rope_parameters"]
+        assert (rope["rope_type"], rope["attention_factor"]) == ("yarn", expected)
+        assert rope["attn_factor"] * (0.1 * math.log(4) + 1) == pytest.approx(expected, rel=1e-9)
 
     def test_yarn_becomes_longrope_beyond_the_length_that_vllm_supports(self):
         model = AutoModelForCausalLM.from_pretrained(LLAMA)
