@@ -56,8 +56,8 @@ tiny model of the same class, and is refused, with the reason, where the proof f
 may change anything and stays excluded.
 
 Triton is bound to 3.6 to 3.9, whose machine code for our kernels was read ([kernels](kernels.md));
-with others, models rotate in plain torch. The other packages have no upper bound: their newest
-releases were run, on the dates below.
+with others, models rotate in plain torch. The other packages have no upper bound. The table names
+the newest release of each that was run; nothing newer was.
 """
 
 _PACKAGES = """## Packages
