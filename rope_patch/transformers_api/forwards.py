@@ -21,7 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.transformers_api.caches import is_cache, is_cache_class, self_attention_part
+from rope_patch.transformers_api.caches import (
+    is_cache,
+    is_cache_class,
+    is_paged,
+    self_attention_part,
+)
 from rope_patch.transformers_api.releases import installed_release
 from rope_patch.utils.errors import Refused
 
@@ -42,9 +47,10 @@ class ForwardCall:
         arguments: By name.
     """
 
-    __slots__ = ("arguments",)
+    __slots__ = ("_module_class", "arguments")
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._module_class = type(module)
         self.arguments = (
             dict(zip(parameter_names(module), args, strict=False)) | kwargs if args else kwargs
         )
@@ -72,8 +78,15 @@ class ForwardCall:
 
     @property
     def cache(self) -> Any:
-        """Return the cache of self-attention that the forward is given, or None."""
-        return cache_among(self.arguments)
+        """Return the cache of self-attention that the forward is given, or None.
+
+        Raises:
+            ValueError: It is given under the other release's name, which this forward ignores.
+        """
+        cache = cache_among(self.arguments)
+        if cache is not None:
+            self._require_used_name()
+        return cache
 
     def cached_tokens(self) -> Any:
         """Return how many tokens the cache holds: a number, or a tensor of one (static caches).
@@ -87,6 +100,21 @@ class ForwardCall:
             cache_position = self.arguments.get("cache_position")
             return past if cache_position is None else cache_position[0]
         return past
+
+    def _require_used_name(self) -> None:
+        """Raise if a cache is given under a name that ends unread in the forward's `**kwargs`."""
+        taken = _cache_parameter_of(self._module_class)
+        if taken is None or self.arguments.get(taken) is not None:
+            return  # it passes its keywords on, or has its cache
+        for name in CACHE_NAMES:
+            given = self.arguments.get(name)
+            if given is None or name == taken or is_paged(given):
+                continue  # attentions read a paged cache from the keywords
+            if not _translates(self._module_class, name):
+                raise Refused(
+                    f"{self._module_class.__name__} in {installed_release()} takes its cache as "
+                    f"`{taken}` and ignores `{name}`: give it as `{taken}`"
+                )
 
 
 def rotary_arguments(
@@ -154,10 +182,7 @@ def parameter_names(module: nn.Module) -> tuple[str, ...]:
 
 def cache_parameter(module: nn.Module) -> str | None:
     """Return the parameter of a module's forward that takes a cache, or None."""
-    module_class = type(module)
-    if module_class not in _CACHE_PARAMETERS:
-        _CACHE_PARAMETERS[module_class] = _find_cache_parameter(module_class)
-    return _CACHE_PARAMETERS[module_class]
+    return _cache_parameter_of(type(module))
 
 
 def takes_cache(model: nn.Module) -> bool:
@@ -228,6 +253,25 @@ def _parameters(module_class: Any) -> dict[str, inspect.Parameter]:
         except (TypeError, ValueError):  # a forward without a signature
             _PARAMETERS[module_class] = {}
     return _PARAMETERS[module_class]
+
+
+def _cache_parameter_of(module_class: type) -> str | None:
+    if module_class not in _CACHE_PARAMETERS:
+        _CACHE_PARAMETERS[module_class] = _find_cache_parameter(module_class)
+    return _CACHE_PARAMETERS[module_class]
+
+
+def _translates(module_class: Any, name: str) -> bool:
+    """Return whether transformers' `deprecate_kwarg` stands before a forward for an old name.
+
+    Models that are new in 5.24 (Dory) have `cache` and no decorator.
+    """
+    function = module_class.forward
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        if inspect.getclosurevars(function).nonlocals.get("old_name") == name:
+            return True
+        function = inner
+    return False
 
 
 def _find_cache_parameter(module_class: Any) -> str | None:

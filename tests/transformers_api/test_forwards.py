@@ -81,6 +81,14 @@ def test_arguments_by_position():
     assert call.tokens.shape == (1, 3)
 
 
+def test_a_cache_that_the_forward_would_ignore_is_refused():
+    call = ForwardCall(Annotated(), (tokens(3),), {"past_key_values": DynamicCache()})
+    with pytest.raises(ValueError, match="as `memory` and ignores `past_key_values`"):
+        _ = call.cache
+    paged = PagedAttentionCache.__new__(PagedAttentionCache)
+    assert ForwardCall(Annotated(), (), {"cache": paged}).cache is paged
+
+
 @pytest.mark.parametrize("as_tuple", [False, True])
 def test_outputs_are_searched_for_a_cache(as_tuple):
     cache, hidden = DynamicCache(), torch.zeros(1, 2, 3)
