@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rope_patch.evaluation import profiles
-from rope_patch.evaluation.request import BASELINE, EvalRequest, check_methods
+from rope_patch.evaluation.request import BASELINE, SPEED, EvalRequest, check_methods
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config
 
@@ -34,7 +34,7 @@ def comparison_request(
         length: Target length in tokens.
         lengths: Lengths of the retrieval samples, in tokens; half the trained length and its
             doubles up to the target, if empty.
-        tasks: See `EvalRequest.tasks`; the profile's, if empty.
+        tasks: See `EvalRequest.tasks`; the profile's, if empty, without the speed of a lone model.
         profile: `quick`, `standard` or `paper`; by the machine unless given.
         **fields: Fields of `EvalRequest`.
 
@@ -59,13 +59,16 @@ def comparison_request(
         "per_text": chosen.per_text,
     }
     given = {name: value for name, value in fields.items() if value is not None}
+    # The plain model alone, as a trained one is measured: there is nothing to divide its times by.
+    ratios = {SPEED} if names == (BASELINE,) else set()
+    profile_tasks = tuple(task for task in chosen.tasks if task not in ratios)
     return EvalRequest(
         model=model,
         methods=names,
         lengths=test_lengths,
         tasks=tuple(tasks)
         or profiles.fit_tasks(
-            chosen.tasks, model, request.gguf_file, min(test_lengths), request.chat_template
+            profile_tasks, model, request.gguf_file, min(test_lengths), request.chat_template
         ),
         **{**fields, **defaults, **given},
     )

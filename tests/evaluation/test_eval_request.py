@@ -8,6 +8,7 @@ import pytest
 from helpers.evaluations import TINY, request
 
 from rope_patch.evaluation import profiles
+from rope_patch.evaluation.comparison import comparison_request
 from rope_patch.evaluation.pipeline import evaluate
 from rope_patch.evaluation.request import EvalRequest
 from rope_patch.evaluation.session import Session
@@ -191,3 +192,11 @@ def test_start_selects_the_base_of_a_scaled_config(scaled_model, tmp_path):
     }
     # YaRN by 4 had stretched the slowest pair already; NTK by 2 stretches it by 2.
     assert slowest["unscaled"] == pytest.approx(4 * slowest["running"])
+
+
+def test_profile_of_the_plain_model_alone_asks_for_no_ratio_of_times():
+    alone, compared = (
+        comparison_request(TINY, methods, factor=2, profile="quick").tasks
+        for methods in (("none",), ("yarn",))
+    )
+    assert set(compared) - set(alone) == {"speed"}
