@@ -1,7 +1,7 @@
 """Test patched models with caches, padding, compilation, offloading, meta tensors and adapters."""
 
 import copy
-import time
+import cProfile
 
 import pytest
 import torch
@@ -152,15 +152,12 @@ def llama_1b():
         return transformers.LlamaForCausalLM(config)
 
 
-def test_patch_of_a_1b_model_takes_milliseconds(llama_1b):
-    def seconds():
-        start = time.perf_counter()
-        handle = rope_patch.patch(llama_1b, "yarn", factor=4)
-        duration = time.perf_counter() - start
-        handle.undo()
-        return duration
-
-    assert min(seconds() for _ in range(5)) < 0.05
+def test_patch_of_a_1b_model_makes_few_calls(llama_1b):
+    """Count calls of functions, some 90,000 or 20 ms, because times depend on the machine."""
+    rope_patch.patch(llama_1b, "yarn", factor=4).undo()  # what is asked once of a class
+    profile = cProfile.Profile()
+    profile.runcall(rope_patch.patch, llama_1b, "yarn", factor=4).undo()
+    assert 0 < sum(entry.callcount for entry in profile.getstats()) < 200_000
 
 
 def test_buffers_do_not_grow_with_the_length(llama_1b):
