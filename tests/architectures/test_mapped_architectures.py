@@ -11,10 +11,9 @@ import architectures_page as page
 import pytest
 import torch
 import transformers
-from architectures.tiny_architectures import TRAINED, tiny_model
+from architectures.tiny_architectures import tiny_model
 from helpers.tiny_models import OLD_TRANSFORMERS
 
-import rope_patch
 from rope_patch.transformers_api.caches import cache_in_output
 from rope_patch.transformers_api.forwards import cache_arguments
 
