@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
@@ -170,7 +169,7 @@ def resolve_factor_and_length(
         )
     if factor is not None:
         require_number("factor", factor)
-        if not math.isfinite(factor * trained_length):
+        if not factor * trained_length < 2**63:  # NaN, too
             raise Refused(f"factor must be a ratio of two lengths in tokens, got {factor:g}")
         return float(factor), round(factor * trained_length)
     require_tokens("length", length)

@@ -11,6 +11,8 @@ from rope_patch.utils.errors import Refused
 if TYPE_CHECKING:
     import torch  # takes seconds, so it is imported where numbers are computed
 
+_WHOLE_HEAD = -1  # the default of `rotary_dim`
+
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
@@ -30,13 +32,13 @@ class Geometry:
     head_dim: int
     theta: float
     trained_length: int
-    rotary_dim: int = 0
+    rotary_dim: int = _WHOLE_HEAD
     layer_type: str | None = None
     base: tuple[float, ...] = ()
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.rotary_dim:
+        if self.rotary_dim == _WHOLE_HEAD:
             object.__setattr__(self, "rotary_dim", self.head_dim)
         if self.head_dim < 2 or self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
             raise Refused(

@@ -41,7 +41,8 @@ _ANSWER_TOKENS = 32  # a number and the words around it
 app = typer.Typer(add_completion=False)
 Model = Annotated[str, typer.Argument(help="A folder, a name on the Hub, or `demo`.")]
 TrainedLength = Annotated[
-    int | None, typer.Option(help="Tokens; the config's max_position_embeddings if left out.")
+    int | None,
+    typer.Option(help="Tokens; the config's max_position_embeddings if left out.", min=1),
 ]
 Out = Annotated[Path | None, typer.Option(help="A file for the results as JSON.")]
 
@@ -55,7 +56,7 @@ def speed(
 ) -> None:
     """Time mixed batches under the plugin and under vLLM's own static YaRN, in turns."""
     path = demo.resolve_model_path(model)
-    trained = trained_length or AutoConfig.from_pretrained(path).max_position_embeddings
+    trained = _trained_length(path, trained_length)
     times: dict[str, dict[str, list[float]]] = {
         method: {"seconds": [], "cpu_seconds": []} for method in (STATIC, PLUGIN)
     }
@@ -95,7 +96,8 @@ def quality(
     model: Model,
     trained_length: TrainedLength = None,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of the long texts; 1.5 times the trained length.")
+        int | None,
+        typer.Option(help="Tokens of the long texts; 1.5 times the trained length.", min=1),
     ] = None,
     questions: Annotated[int, typer.Option(help="Of each short task.", min=1)] = 40,
     texts: Annotated[int, typer.Option(help="Long texts, with four questions each.")] = 3,
@@ -104,8 +106,8 @@ def quality(
     """Compare short tasks and retrieval from long texts: plain, static YaRN, the plugin."""
     path = demo.resolve_model_path(model)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    trained = trained_length or AutoConfig.from_pretrained(path).max_position_embeddings
-    length = length or trained * 3 // 2
+    trained = _trained_length(path, trained_length)
+    length = trained * 3 // 2 if length is None else length
     retrieval = "rp_niah_multikey_1"
     tests = {name: _rows(short.config(name), samples=questions) for name in short.names()}
     documents = _rows(
@@ -188,6 +190,11 @@ def _time_batch(server: Any, seed: int, longest: int) -> float:
     before = time.perf_counter()
     server.generate(prompts, greedy, use_tqdm=False)
     return time.perf_counter() - before
+
+
+def _trained_length(path: str, given: int | None) -> int:
+    config = AutoConfig.from_pretrained(path)
+    return config.max_position_embeddings if given is None else given
 
 
 def _rows(config: dict[str, Any], **metadata: Any) -> list[dict[str, Any]]:

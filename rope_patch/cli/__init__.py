@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.cli.interrupt import EXIT_CODE, interruptible
 from rope_patch.cli.verbosity import messages
+from rope_patch.utils.escaping import printable
 
 if TYPE_CHECKING:
     from rope_patch.cli.commands import app as app
+
+# Exit codes; docs/exit-codes.md has all of them. A command that has a verdict refuses with 2.
+VERDICT, REFUSED, CRASHED = 1, 1, 2
 
 logger = logging.getLogger("rope_patch")
 
@@ -22,7 +27,11 @@ def main() -> None:
 
 
 def run(command: Callable[[], Any]) -> None:
-    """Run a command; a failure is one clear line on stderr and a non-zero exit."""
+    """Run a command; a failure is one clear line on stderr and a non-zero exit.
+
+    What is no refusal is a defect of this package: it ends with a traceback, and with another exit
+    code than a refusal or a verdict.
+    """
     with interruptible(), messages():
         try:
             command()
@@ -31,8 +40,11 @@ def run(command: Callable[[], Any]) -> None:
             sys.exit(EXIT_CODE)
         except (ValueError, TypeError, OSError) as error:
             logger.debug("the error's traceback:", exc_info=True)
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(1)
+            print(f"error: {printable(error)}", file=sys.stderr)
+            sys.exit(REFUSED)
+        except Exception:
+            traceback.print_exc()
+            sys.exit(CRASHED)
 
 
 def _command_line() -> None:

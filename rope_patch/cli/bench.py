@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.cli import VERDICT
 from rope_patch.cli.interrupt import terminable
 from rope_patch.cli.options import (
     MODEL,
@@ -219,7 +220,7 @@ def _run_self_test(as_json: bool, shapes: tuple[str, ...]) -> None:
     result = run_self_test(shapes)
     print(json.dumps(result.as_dict(), indent=1) if as_json else result.as_text())
     if not result.is_ok:
-        raise typer.Exit(1)
+        raise typer.Exit(VERDICT)
 
 
 def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:

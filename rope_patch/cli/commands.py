@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from rope_patch.cli import (
+    CRASHED,
     bench,
     compare,
     diagnose,
@@ -34,6 +36,9 @@ from rope_patch.cli import (
 from rope_patch.cli.interrupt import EXIT_CODE
 from rope_patch.cli.option_groups import with_plugins
 from rope_patch.utils.errors import Refused
+from rope_patch.utils.escaping import printable
+
+logger = logging.getLogger("rope_patch")
 
 # Aliases of options by command: the alias, and the name shown in the help.
 _ALIASES = {
@@ -51,6 +56,10 @@ _VERBOSITY = {
     "-q": verbosity.be_quiet,
     "--quiet": verbosity.be_quiet,
 }
+
+
+# Commands whose exit code 1 is a result: an error of theirs exits with another code.
+WITH_VERDICTS = ("verify", "env", "bench", "eval", "compare", "report")
 
 
 class Command(TyperCommand):
@@ -76,6 +85,16 @@ class Command(TyperCommand):
         Raises:
             ValueError: The command's own error, with options in place of the library's parameters.
         """
+        try:
+            return self._invoke(ctx)
+        except (ValueError, TypeError, OSError) as error:
+            if self.name not in WITH_VERDICTS:
+                raise
+            logger.debug("the error's traceback:", exc_info=True)
+            print(f"error: {printable(error)}", file=sys.stderr)
+            raise typer.Exit(CRASHED) from None
+
+    def _invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

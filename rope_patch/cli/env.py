@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.cli import VERDICT
 from rope_patch.cli.options import MODEL, Json
 
 # Without a MODEL, configs of these classes are proven: plain, with norms, with windows.
@@ -65,7 +66,7 @@ def env(
         parts.append("All right." if is_ok else "Not all is right: please report all of this.")
         print("", *parts, sep="\n\n")
     if not is_ok:
-        raise typer.Exit(1)
+        raise typer.Exit(VERDICT)
 
 
 def _facts() -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rope_patch.cli import VERDICT
 from rope_patch.cli.options import split_commas
 from rope_patch.cli.runtime import handle_interrupt
 from rope_patch.methods import list_methods
@@ -29,7 +30,7 @@ def run_and_report(request: EvalRequest, as_json: bool) -> None:
     else:
         print(f"\n{request.folder / 'report.html'}")
     if find_gaps(results):  # the report and stderr name them
-        raise typer.Exit(1)
+        raise typer.Exit(VERDICT)
 
 
 def parse_methods(words: list[str], trained_length: int | None, start: str) -> dict[str, Any]:

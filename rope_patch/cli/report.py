@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rope_patch.cli import VERDICT
 from rope_patch.cli.options import Json
 from rope_patch.cli.runtime import requires_extra
 
@@ -73,7 +74,7 @@ def report(
     else:
         print(f"\n{page}")
     if missing:
-        raise typer.Exit(1)
+        raise typer.Exit(VERDICT)
 
 
 def _with_trained(results: list[RunRecord], trained: list[str]) -> RunRecord:

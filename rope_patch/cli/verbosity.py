@@ -9,6 +9,8 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+from rope_patch.utils.escaping import printable
+
 logger = logging.getLogger("rope_patch")
 
 # Variables that the libraries read when they are imported.
@@ -20,10 +22,20 @@ _HIDE_BARS = {
 _ERRORS_ONLY = {"TRANSFORMERS_VERBOSITY": "error"}
 
 
+class _PrintableFormatter(logging.Formatter):
+    """Messages without characters that control a terminal: names in them are of others."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message of a record."""
+        return printable(super().format(record))
+
+
 @contextlib.contextmanager
 def messages() -> Iterator[None]:
     """Send messages to stderr; hide the libraries' own progress bars where it is no terminal."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_PrintableFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     root = logging.getLogger()
     levels = root.level, logger.level
     variables = {name: os.environ.get(name) for name in _HIDE_BARS | _ERRORS_ONLY}

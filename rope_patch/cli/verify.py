@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
-import sys
 from typing import Annotated
 
 import typer
 
 from rope_patch.cli.option_groups import LayerOptions, LoadingOptions, expand_groups
 from rope_patch.cli.options import Factor, Json, Length, Option, Seed, parse_options
-
-logger = logging.getLogger("rope_patch")
-
-CANNOT_TELL = 2  # 1 means that the engine rotates otherwise, so no error may exit with it
 
 
 @expand_groups
@@ -69,26 +63,21 @@ def verify(
     """
     from rope_patch.verifying import verify as run
 
-    try:
-        verification = run(
-            url,
-            against=against,
-            method=method,
-            factor=factor,
-            length=length,
-            engine=engine,
-            served_model=served_model,
-            tokens=tokens,
-            seconds=seconds,
-            seed=seed,
-            **layers.arguments(),
-            **loading.arguments(),
-            **parse_options(option),
-        )
-    except (ValueError, TypeError, OSError) as error:
-        logger.debug("the error's traceback:", exc_info=True)
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(CANNOT_TELL) from None
+    verification = run(
+        url,
+        against=against,
+        method=method,
+        factor=factor,
+        length=length,
+        engine=engine,
+        served_model=served_model,
+        tokens=tokens,
+        seconds=seconds,
+        seed=seed,
+        **layers.arguments(),
+        **loading.arguments(),
+        **parse_options(option),
+    )
     if as_json:
         print(json.dumps(verification.to_dict(), indent=1, allow_nan=False))
     else:

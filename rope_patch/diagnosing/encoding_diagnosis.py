@@ -152,7 +152,7 @@ def diagnose_encoding(subject: Subject, extension: Extension) -> EncodingDiagnos
     wanted = replace(extension, method=method)
     effect: tuple[str, ...] = ()
     patched, trained = _patched(subject)
-    trained = extension.trained_length or trained
+    trained = trained if extension.trained_length is None else extension.trained_length
     if (extension.factor, extension.length) != (None, None) or method.startswith("dynamic-"):
         plan = check_encoding(model, replace(wanted, trained_length=trained))
         assert plan is not None
@@ -168,7 +168,7 @@ def diagnose_encoding(subject: Subject, extension: Extension) -> EncodingDiagnos
 
 
 def _facts(site: Site, config: Any, trained: int | None) -> SiteFacts:
-    length = trained or site.trained_length(config)
+    length = site.trained_length(config) if trained is None else trained
     return SiteFacts(site.name, site.part, site.kind, length, site.methods)
 
 

@@ -15,8 +15,10 @@ class OptionalMetricKeys(TypedDict, total=False):
         texts: The number of each sample's text, if some samples with scores share one.
         losses: The nats of each sample, and its weight, such as its words, if the value is a
             perplexity: exp of the sum of nats over the sum of weights.
+        prompts: The digest of what was asked, of all samples; older results lack it.
     """
 
+    prompts: str
     scores: Sequence[float | None]
     texts: Sequence[int]
     losses: Sequence[Sequence[float]]

@@ -20,8 +20,7 @@ from rope_patch.inference import target_scores
 from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.inference.prefix_reader import PrefixReader, input_device, is_out_of_memory
 from rope_patch.patching.active import current
-from rope_patch.tasks import settled
-from rope_patch.tasks.chat_template import TEMPLATE_ARGUMENTS
+from rope_patch.tasks import chat_template, settled
 from rope_patch.utils.errors import describe_error
 from rope_patch.utils.processes import Processes
 from rope_patch.utils.progress import progress_bar
@@ -99,7 +98,6 @@ class LongContextLM(RollingLikelihood, HFLM):
             batch_size=1,
             max_length=max_length,
             softmax_dtype="float32",
-            chat_template_args=TEMPLATE_ARGUMENTS,
         )
         self.failures: dict[tuple[str, int], str] = {}
         self.prompt_tokens = 0
@@ -132,6 +130,12 @@ class LongContextLM(RollingLikelihood, HFLM):
             "rope_parameters": getattr(text, "rope_parameters", None),
             "max_position_embeddings": getattr(text, "max_position_embeddings", None),
         }
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation in the tokenizer's template, as our samples were fitted in it."""
+        return chat_template.apply(self.tokenizer, chat_history, add_generation_prompt)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate greedily.
@@ -193,8 +197,13 @@ class LongContextLM(RollingLikelihood, HFLM):
         doc = request.doc if ours else {}
         ids = self.tok_encode(context)
         names = ("max_gen_toks", "max_new_tokens", "max_tokens")
-        room = next((int(settings[name]) for name in names if settings.get(name)), None)
-        room = room or self.max_gen_toks
+        given = [int(settings[name]) for name in names if settings.get(name) is not None]
+        room = next(iter(given), self.max_gen_toks)
+        if room < 1:
+            raise ValueError(
+                f"{request.task_name}: expected room for at least 1 token of an answer "
+                f"({', '.join(names)}), got {room}"
+            )
         target = self._encode_pair(context, f" {doc['target']}")[1] if doc else []
         until = settings.get("until") or []
         until = (until,) if isinstance(until, str) else tuple(until)

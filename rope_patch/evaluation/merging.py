@@ -70,6 +70,11 @@ def add_other_weights(run: RunRecord, other: RunRecord, labels: Mapping[str, str
         )
         if mine != theirs
     ]
+    if not differences and not _has_same_prompts(run, other):
+        differences = [
+            "prompts (other texts, a chat template with a clock, or results of an older version in "
+            "a chat template, which do not say what was asked: evaluate those again)"
+        ]
     if differences:
         raise ValueError(
             f"the runs differ in {', '.join(differences)}: expected the same questions, to compare "
@@ -96,7 +101,45 @@ def _comparable(first: RunRecord, second: RunRecord) -> bool:
     shared = _labels(first) & _labels(second)
     plain = {m["label"] for m in first["methods"] if m.get("method") is None}
     has_weights = first["run"].get("weights") is not None
-    return has_weights and shared <= plain and _comparison_key(first) == _comparison_key(second)
+    return (
+        has_weights
+        and shared <= plain
+        and _comparison_key(first) == _comparison_key(second)
+        and _has_same_prompts(first, second)
+    )
+
+
+def _has_same_prompts(first: RunRecord, second: RunRecord) -> bool:
+    """Return whether questions of the same name in two runs are known to have the same prompts.
+
+    Without a chat template, a question's name determines its prompt in older results.
+    """
+    mine, theirs = _prompts(first), _prompts(second)
+    in_chat = first["run"].get("chat_template") is not None
+    return all(
+        mine[name] == theirs[name] and not (in_chat and mine[name] is None)
+        for name in mine.keys() & theirs.keys()
+    )
+
+
+def _prompts(run: RunRecord) -> dict[tuple[str, str], object]:
+    """Return the digest of each question's prompt, None where an older version kept none.
+
+    The questions of one of lm-eval's own tasks have one digest together.
+    """
+    retrieval: dict[tuple[str, str], object] = {
+        (entry["task"], sample["id"]): sample.get("prompt")
+        for entry in run.get("retrieval") or []
+        for samples in entry["samples"].values()
+        for sample in samples
+    }
+    harness = {
+        (entry["task"], ""): next(iter(metrics.values())).get("prompts")
+        for entry in run.get("harness") or []
+        for metrics in entry["metrics"].values()
+        if metrics
+    }
+    return retrieval | harness
 
 
 def _labels(run: RunRecord) -> set[str]:

@@ -48,10 +48,15 @@ class PerplexityRun:
         self.sliding_losses: dict[str, dict[str, list[list[float]]]] = {}
         if not self.tasks:
             return
-        self.length = request.perplexity_length or max(request.lengths)
-        self.window = request.window or perplexity.default_window(self.length)
+        length, window, context = (
+            request.perplexity_length,
+            request.window,
+            request.control_context,
+        )
+        self.length = max(request.lengths) if length is None else length
+        self.window = perplexity.default_window(self.length) if window is None else window
         self.block = perplexity.block_size(self.window)
-        self.control_context = request.control_context or session.trained_length
+        self.control_context = session.trained_length if context is None else context
         self.short_context = longppl.default_short_context(session.trained_length)
         if PERPLEXITY in self.tasks and self.control_context <= self.window:
             raise ValueError(

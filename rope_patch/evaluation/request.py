@@ -27,6 +27,11 @@ SPEED = "speed"
 SHORT = "rp_short"
 MEASURES = (PERPLEXITY, KEY_TOKENS, SLIDING, SPEED)
 
+_LEAST = {
+    **dict.fromkeys(("samples", "documents", "max_samples", "per_text", "short_samples"), 1),
+    **dict.fromkeys(("perplexity_length", "window", "stride", "windows", "trained_length"), 1),
+    "control_context": 2,
+}
 _GROWING_SAMPLES = 10  # samples that a run starts with which takes as many as it needs
 
 
@@ -160,7 +165,7 @@ class EvalRequest:
     @property
     def longest(self) -> int:
         """Return the tokens of the longest sample or document."""
-        return max((*self.lengths, self.perplexity_length or 0))
+        return max((*self.lengths, *filter(None, [self.perplexity_length])))
 
 
 def check_request(request: EvalRequest, path: str, config: Any) -> None:
@@ -180,7 +185,7 @@ def check_request(request: EvalRequest, path: str, config: Any) -> None:
     for name in request.harness:
         if name not in included:
             _check_task(name)
-    for name, least in (("samples", 1), ("documents", 1), ("max_samples", 1), ("per_text", 1)):
+    for name, least in _LEAST.items():
         value = getattr(request, name)
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")

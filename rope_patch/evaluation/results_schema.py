@@ -20,8 +20,10 @@ class OptionalSampleKeys(TypedDict, total=False):
     Attributes:
         chance: The expected score of a guess, if the task can be guessed.
         error: Why the sample failed.
+        prompt: The digest of what was asked, as lm-eval makes it; older results lack it.
     """
 
+    prompt: str
     chance: float
     error: str
 

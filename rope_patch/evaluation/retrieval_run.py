@@ -56,7 +56,8 @@ class RetrievalRun:
         """Ask questions of texts without their answer, at the shortest length."""
         request = self.session.request
         length, depths = min(request.lengths), list(request.depths)
-        count = max(_CONTROL_SAMPLES, _CONTROL_TEXTS * (request.per_text or 1))
+        per_text = 1 if request.per_text is None else request.per_text
+        count = max(_CONTROL_SAMPLES, _CONTROL_TEXTS * per_text)
         built: dict[str, Any] = {}
         for name in self.task_names if request.controls else []:
             try:
@@ -122,7 +123,7 @@ class RetrievalRun:
     def _build(self, name: str, length: int, count: int, planted: bool = True) -> Any:
         request = self.session.request
         metadata: dict[str, Any] = {"seed": request.seed, "chat": self.session.chat}
-        if request.per_text:
+        if request.per_text is not None:
             metadata["per_text"] = request.per_text
         if request.haystacks:
             metadata["text"] = list(request.haystacks)

@@ -197,12 +197,12 @@ def _lm_eval_runs(request: EvalRequest, chat: bool) -> dict[str, dict[str, Any]]
         chat: Whether our questions on long texts stand in the chat template.
     """
     own: dict[str, Any] = {
-        "samples": request.samples or len(request.depths),
+        "samples": len(request.depths) if request.samples is None else request.samples,
         "depths": list(request.depths),
         "seed": request.seed,
         "chat": chat,
     }
-    if request.per_text:
+    if request.per_text is not None:
         own["per_text"] = request.per_text
     if request.haystacks:
         own["text"] = list(request.haystacks)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from rope_patch.evaluation.report.table import Table
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.sidecar import read_sidecar
+from rope_patch.utils.escaping import escape_markdown, markdown_code
 from rope_patch.utils.provenance import versions
 
 
@@ -22,20 +24,20 @@ def render_card(folder: Path, facts: dict[str, Any]) -> str:
     """
     model = facts["model"]
     on_hub = model != "demo" and not Path(model).exists()
-    base = f"base_model: {model}\n" if on_hub else ""
+    base = f"base_model: {json.dumps(model)}\n" if on_hub else ""
     name = demo.NAME if model == "demo" else Path(model).name
     training, sidecar = facts["training"], read_sidecar(folder)
     method = sidecar["method"] if sidecar else facts["method"]
     questions, count = facts["samples"]
     parts = [
         f"---\nlibrary_name: transformers\n{base}tags: [rope_patch, long-context, {method}]\n---",
-        f"# {name}, {facts['trained_length']:,} → {facts['length']:,} tokens",
+        f"# {escape_markdown(name)}, {facts['trained_length']:,} → {facts['length']:,} tokens",
         facts["sentences"][0] if facts["sentences"] else "",
         "\n".join(
             [
                 "| | |",
                 "|:--|:--|",
-                f"| method | {facts['method']} |",
+                f"| method | {escape_markdown(facts['method'])} |",
                 f"| trained length before | {facts['trained_length']:,} tokens |",
                 f"| target length | {facts['length']:,} tokens |",
                 f"| weights | {_weights_text(training)} |",
@@ -53,7 +55,7 @@ def render_card(folder: Path, facts: dict[str, Any]) -> str:
         "## Use",
         _loading_snippet(sidecar),
         "Other engines: [exports/README.md](exports/README.md).",
-        f"Made by `{facts['command'] or 'rope_patch.extend'}` with rope_patch "
+        f"Made by {markdown_code(facts['command'] or 'rope_patch.extend')} with rope_patch "
         f"{versions()['rope_patch']}, transformers {versions()['transformers']}, torch "
         f"{versions()['torch']}.",
     ]
@@ -64,26 +66,23 @@ def markdown_table(table: Table) -> str:
     """Return a table of the report as Markdown."""
     heads = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in table.columns]
     lines = [
-        "| " + " | ".join(map(_escaped, [table.corner, *heads])) + " |",
+        "| " + " | ".join(map(escape_markdown, [table.corner, *heads])) + " |",
         "|:--" + "|--:" * len(heads) + "|",
     ]
     for row in table.rows:
         cells = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row.cells]
-        lines.append("| " + " | ".join(map(_escaped, [row.name, *cells])) + " |")
+        lines.append("| " + " | ".join(map(escape_markdown, [row.name, *cells])) + " |")
     return "\n".join(lines)
-
-
-def _escaped(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
 
 
 def _weights_text(training: dict[str, Any] | None) -> str:
     if training is None:
         return "as they were: nothing was trained"
     first, last = training["losses"]
+    data = ", ".join(map(escape_markdown, training["data"]))
     return (
         f"fine-tuned: {training['mode']}, {training['steps']:,} steps, {training['tokens']:,} "
-        f"tokens of {', '.join(training['data'])}, learning rate {training['learning_rate']:g}, "
+        f"tokens of {data}, learning rate {training['learning_rate']:g}, "
         f"loss {first:.4f} to {last:.4f}"
     )
 

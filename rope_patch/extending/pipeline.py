@@ -117,7 +117,7 @@ class _Extension:
         weights = _TRAINING_WEIGHTS if request.train else _WEIGHTS
         self.clock = WallClock(work.path / CLOCK, request.budget, weights)
         self.steps = [step for step in STEPS if step in weights]
-        title = f"{Path(request.model).name}, {trained:,} → {length:,} tokens"
+        title = f"{one_line(Path(request.model).name)}, {trained:,} → {length:,} tokens"
         self.page = ProgressPage(request.out, title, self.steps, self.clock, request.command)
         self.left_out: list[str] = []
 

@@ -61,7 +61,7 @@ class PrefixReader:
             DynamicSlidingWindowLayer in layer_classes and not self.in_one_pass and not rerotates
         )
         self.share = share and not self.in_one_pass
-        self.chunk = chunk or _CHUNK
+        self.chunk = _CHUNK if chunk is None else chunk
         self.prompt_tokens = 0
         self.tokens_read = 0
         self._prompt: list[int] = []
@@ -86,7 +86,7 @@ class PrefixReader:
             A cache that the caller may extend until the next call.
         """
         self.prompt_tokens += len(ids)
-        prefix, length = ids[:-1], length or len(ids)
+        prefix, length = ids[:-1], len(ids) if length is None else length
         start = self._shared_tokens(prefix, self._reach_of(length))
         if start:
             if start < self._cache.get_seq_length():

@@ -103,7 +103,7 @@ def frequencies(
         head_dim=head_dim,
         theta=theta,
         trained_length=trained_length,
-        rotary_dim=rotary_dim or head_dim,
+        rotary_dim=head_dim if rotary_dim is None else rotary_dim,
     )
     return build(method, factor=factor, **options).frequencies(geometry, seq_len)
 

@@ -28,6 +28,7 @@ from rope_patch.transformers_api.models import (
     ATTENTION_FUNCTIONS,
     ATTENTION_GETTER,
     EAGER_ATTENTION,
+    attention_implementation,
 )
 from rope_patch.utils.errors import Refused
 
@@ -174,6 +175,34 @@ def find_attentions(
         known = {id(module) for _, modules in found for module in modules}
         found.append((traits, [each for each in extended if id(each) not in known]))
     return found
+
+
+def present_function(attention: nn.Module, without: tuple[type, ...]) -> Any:
+    """Return what an attention calls now as its attention function.
+
+    Args:
+        attention: The attention.
+        without: Classes of interceptors that are passed over.
+    """
+    forward = vars(attention).get(forward_attribute(attention))
+    attention_class: Any = type(attention)
+    source: Any = (
+        forward.function
+        if isinstance(forward, ReboundForward)
+        else undecorated_forward(attention_class)
+    )
+    names, config = source.__globals__, getattr(attention, "config", None)
+    interfaces, eager = names[ATTENTION_FUNCTIONS], names.get(EAGER_ATTENTION)
+    name = attention_implementation(config)
+    if ATTENTION_GETTER in source.__code__.co_names:
+        function = interfaces.get_interface(name, eager)
+    else:
+        function = eager if name == "eager" else interfaces[name]
+    while isinstance(function, functools.partial) and isinstance(
+        getattr(function.func, "__self__", None), without
+    ):
+        (function,) = function.args
+    return function
 
 
 def intercept(attention: nn.Module, interceptor: Interceptor, undo_log: UndoLog) -> None:

@@ -191,7 +191,7 @@ class ContinuedScaling(MethodWrapper):
             self._is_proportional(layer_type) for layer_type in self.layer_types_with_stopped_pairs
         ):
             return False
-        if isinstance(self.inner, Mixed):
+        if self.inner.is_length_dependent(1):  # mixed windows, LongRoPE of two sets
             # A config holds two sets of frequencies, not three, and one original length.
             return not self.short_frequencies and not any(
                 _TEMPERATURE in parameters for parameters in self.own_parameters.values()
@@ -240,7 +240,7 @@ class ContinuedScaling(MethodWrapper):
         own = self.own_parameters[layer_type]
         reached = self.frequencies(geometry)
         short, switches = reached.inv_freq, layer_type in self.short_frequencies
-        if switches or isinstance(self.inner, Mixed):
+        if switches or self.inner.is_length_dependent(geometry.trained_length):
             until = self.short_length if switches else geometry.trained_length
             short = self.frequencies(geometry, until).inv_freq
         return {

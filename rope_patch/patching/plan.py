@@ -164,7 +164,8 @@ class PatchPlan:
 
         At the target length unless another is given; at the trained one if there is no target.
         """
-        length = length or self.length or self.trained_length
+        if length is None:
+            length = self.trained_length if self.length is None else self.length
         frequencies = {
             layer_type: self.method.frequencies_at(g, length)
             for layer_type, g in self.geometries.items()

@@ -17,6 +17,7 @@ from torch import nn
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
+from rope_patch.patching.architecture.probe import as_tuple
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.kernels.attention_forward import forward_attribute
 from rope_patch.patching.method_wrappers import ContinuedScaling
@@ -77,7 +78,7 @@ class StartTokenRotary:
             self._sync_device(x.device)
         start = self.start_module(x, position_ids, *args, **kwargs)
         first = position_ids < self.tokens
-        if isinstance(extended, torch.Tensor):
+        if isinstance(extended, torch.Tensor):  # complex numbers, not cos and sin (Llama 4)
             return _select_by_position(first, start, extended)
         return tuple(_select_by_position(first, k, t) for k, t in zip(start, extended, strict=True))
 
@@ -229,9 +230,7 @@ def _probe_start_tokens(
     for layer_type in frequencies:
         extra = () if layer_type is None else (layer_type,)
         try:
-            got, low, high = (
-                _as_tuple(f(x, positions, *extra)) for f in (combined, plain, changed)
-            )
+            got, low, high = (as_tuple(f(x, positions, *extra)) for f in (combined, plain, changed))
             for row, column in positions.new_ones(2, 3).nonzero().tolist():
                 expected = low if positions[row, column] < tokens else high
                 for a, b in zip(got, expected, strict=True):
@@ -240,7 +239,3 @@ def _probe_start_tokens(
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
             return False
     return True
-
-
-def _as_tuple(output: Any) -> tuple[torch.Tensor, ...]:
-    return output if isinstance(output, tuple) else (output,)

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.utils import cached_file
 
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
@@ -34,6 +35,7 @@ from rope_patch.pretrained.encoding_checkpoint import (
     restore_tables,
     unpatch_loaded,
 )
+from rope_patch.pretrained.gguf_rotation import apply_gguf_rotation
 from rope_patch.pretrained.gguf_weights import dense_options, unmark_quantized
 from rope_patch.pretrained.loading_error import MAX_LENGTH, loading_error, no_decoder_error
 from rope_patch.pretrained.model_class import auto_class
@@ -244,7 +246,10 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             pass
         raise loading_error(path, error) from error
     text = config.get_text_config(decoder=True)
-    if kwargs.get("gguf_file") is None and (field := recorded_field(Path(path), vars(text))):
+    if (gguf_file := kwargs.get("gguf_file")) is not None:
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS[:-1] if name in kwargs}
+        apply_gguf_rotation(config, Path(cached_file(path, gguf_file, **hub)))
+    elif field := recorded_field(Path(path), vars(text)):
         setattr(text, FIELD, field)
     return config
 
@@ -374,9 +379,10 @@ def read_model(path: str | os.PathLike[str], *, any_kind: bool = False, **kwargs
     if gguf_file is None:
         require_complete_shards(Path(path))
     config = kwargs.get("config")
-    if config is None and gguf_file is None:
+    if config is None:
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        config = read_config(path, **hub)
+        config = read_config(path, **hub, **({} if gguf_file is None else {"gguf_file": gguf_file}))
+        kwargs["config"] = config
     try:
         loaded: Any = auto_class(config, any_kind=any_kind).from_pretrained(
             path, **{**kwargs, **dense_options(gguf_file)}, output_loading_info=True

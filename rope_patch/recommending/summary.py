@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.recommending.decision_rule import Choice
 from rope_patch.recommending.variants import PLAIN
+from rope_patch.utils.errors import one_line
+from rope_patch.utils.escaping import escape_markdown, markdown_code
 
 if TYPE_CHECKING:
     from rope_patch.recommending.result import Recommendation
@@ -83,25 +85,30 @@ def as_text(recommendation: Recommendation) -> str:
 def as_markdown(recommendation: Recommendation) -> str:
     """Return a recommendation as a Markdown page."""
     head, *rows = _table(recommendation)
-    lines = [f"# {_title(recommendation)}", "", f"**{recommendation.verdict}**", ""]
+    lines = [
+        f"# {escape_markdown(_title(recommendation))}",
+        "",
+        f"**{recommendation.verdict}**",
+        "",
+    ]
     if recommendation.python:
         shell = [recommendation.shell] if recommendation.shell else []
         lines += ["```", recommendation.python, *shell, "```", ""]
     lines += ["| " + " | ".join(head) + " |", "|:--" + "|--:" * (len(head) - 2) + "|:--|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines += ["| " + " | ".join(map(escape_markdown, row)) + " |" for row in rows]
     lines += ["", *(f"- {reason}" for reason in recommendation.reasons)]
     lines += [f"- not measured: {why}" for why in recommendation.not_measured]
     for note in (*_NOTES, _cost_line(recommendation)):
         lines += ["", note]
     if recommendation.command:
-        lines += ["", f"Made by `{recommendation.command}`."]
+        lines += ["", f"Made by {markdown_code(recommendation.command)}."]
     return "\n".join(lines) + "\n"
 
 
 def _title(recommendation: Recommendation) -> str:
     factor = recommendation.length / recommendation.trained_length
     return (
-        f"{recommendation.model}, from {recommendation.trained_length:,} to "
+        f"{one_line(recommendation.model)}, from {recommendation.trained_length:,} to "
         f"{recommendation.length:,} tokens (×{factor:.4g})"
     )
 

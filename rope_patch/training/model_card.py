@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rope_patch.training.monitor import read_log
 from rope_patch.training.needle_callback import read_scores
 from rope_patch.training.objective.arguments import ObjectiveArguments
 from rope_patch.utils import atomic_files
+from rope_patch.utils.escaping import escape_markdown
 from rope_patch.utils.provenance import versions
 
 
@@ -31,14 +33,14 @@ def render_card(run: Any, folder: Path) -> str:
     extension = settings.extension
     target = _method_and_target(run)[1]
     on_hub = extension.model != "demo" and not Path(extension.model).exists()
-    base = f"base_model: {extension.model}\n" if on_hub else ""
+    base = f"base_model: {json.dumps(extension.model)}\n" if on_hub else ""
     title = demo.NAME if extension.model == "demo" else Path(extension.model).name
     return f"""---
 library_name: transformers
 {base}tags: [rope_patch, long-context, {extension.method}]
 ---
 
-# {title}, {prepared.trained_length:,} → {target}
+# {escape_markdown(title)}, {prepared.trained_length:,} → {target}
 
 {_stages_section(run)}
 {_scores_section(run.folder)}
@@ -61,6 +63,7 @@ def facts_table(run: Any) -> str:
         else f"LoRA of rank {extension.lora_rank}; in full: {', '.join(extension.lora_trains)}"
     )
     summaries = run.data_summaries().items()
+    data = ", ".join(map(escape_markdown, settings.data.data))
     data_rows = "".join(_row(name, text) for name, text in summaries)
     return f"""| | |
 |:--|:--|
@@ -73,7 +76,7 @@ def facts_table(run: Any) -> str:
 | learning rate | {training.learning_rate:g}, {_enum_value(training.lr_scheduler_type)}, \
 {training.warmup_steps:g} warm-up steps |
 | weight decay | {_decay_summary(settings)} |
-| data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
+| data | {data}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%}, positions {settings.data.positions} |
 {data_rows}\
 {_row("short rows", _distillation_summary(settings.objective))}\
@@ -118,7 +121,7 @@ def _distillation_summary(objective: ObjectiveArguments) -> str:
 
 
 def _row(name: str, summary: str) -> str:
-    return f"| {name} | {summary} |\n" if summary else ""
+    return f"| {escape_markdown(name)} | {summary} |\n" if summary else ""
 
 
 def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:

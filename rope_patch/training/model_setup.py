@@ -130,19 +130,23 @@ def prepare(settings: Settings) -> PreparedModel:
     if training.use_liger_kernel:
         training.liger_kernel_config = liger_kernels_without_conflicts(training.liger_kernel_config)
     handle = current(model)
-    trained_length = extension.trained_length or _trained_length(model, handle)
+    trained_length = extension.trained_length
+    if trained_length is None:
+        trained_length = _trained_length(model, handle)
     target = trained_length if handle is None or handle.length is None else handle.length
     undo_length = None
     if settings.data.positions == "leaky":
-        target = extension.length or round(trained_length * (extension.factor or 1))
+        target = settings.leaky_target(trained_length)
         undo_length = target
-    row_length = extension.train_length or target
+    row_length = target if extension.train_length is None else extension.train_length
     require_short_rows(settings.data.positions, row_length, trained_length, target)
     if settings.data.positions == "leaky":
         handle = patch_leaky(model, settings.request(), row_length, target)
     distillation = None
     if settings.objective.distillation_weight > 0:
-        short_length = settings.data.short_length or min(trained_length, row_length)
+        short_length = settings.data.short_length
+        if short_length is None:
+            short_length = min(trained_length, row_length)
         require_known_length(settings.objective, short_length, trained_length)
         distillation = _make_distillation(path, model, settings, load_options)
     if extension.lora_rank > 0:

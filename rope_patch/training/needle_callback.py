@@ -124,9 +124,10 @@ def needles_of(run: Any) -> Needles | None:
     extension, prepared = run.settings.extension, run.prepared
     if not extension.retrieval_steps:
         return None
+    length = extension.retrieval_length
     return Needles(
         prepared.tokenizer,
-        length=extension.retrieval_length or prepared.target_length,
+        length=prepared.target_length if length is None else length,
         samples=extension.retrieval_samples,
         every=extension.retrieval_steps,
         seed=run.settings.training.seed,

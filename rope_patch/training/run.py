@@ -85,7 +85,7 @@ class TrainingRun:
             trained_length=prepared.trained_length,
             target_length=prepared.target_length,
             follows_length=prepared.follows_length,
-            seed=training.data_seed or training.seed,
+            seed=settings.row_seed,
             batch=batch,
             rank=sharing.reader_index,
             world=sharing.reader_count,

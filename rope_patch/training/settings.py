@@ -197,6 +197,19 @@ class Settings:
         return Extension(self.extension.method, **arguments, options=self.method_options)
 
     @property
+    def row_seed(self) -> int:
+        """Return the seed of the rows' order: `data_seed`, else the run's own."""
+        training = self.training
+        return training.seed if training.data_seed is None else training.data_seed
+
+    def leaky_target(self, trained_length: int) -> int:
+        """Return the target length of `positions: leaky`, which no method gives, in tokens."""
+        factor, length = self.extension.factor, self.extension.length
+        if length is not None:
+            return length
+        return round(trained_length * (1 if factor is None else factor))
+
+    @property
     def loss(self) -> str:
         """Return the loss; `auto` becomes `full` on a CPU, where chunks take far longer."""
         loss = self.extension.loss
@@ -351,11 +364,12 @@ def _parse_options(value: Any) -> dict[str, Any]:
         options = yaml.safe_load(value) if isinstance(value, str) else value
     except yaml.YAMLError as error:
         raise ValueError(f"options is not YAML: {one_line(str(error))}") from error
-    if not isinstance(options or {}, dict):
+    options = {} if options is None else options
+    if not isinstance(options, dict):
         raise ValueError(
             f"options must be keys and values, such as {{beta_fast: 16}}, got {value!r}"
         )
-    return dict(options or {})
+    return dict(options)
 
 
 def _validate(settings: Settings) -> None:
@@ -369,6 +383,10 @@ def _validate(settings: Settings) -> None:
         raise ValueError("fp16 overflows in long training: expected bf16: true, or neither")
     if extension.loss not in LOSSES:
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {extension.loss!r}")
+    for key in ("factor", "length", "trained_length", "train_length", "retrieval_length"):
+        value = getattr(extension, key)
+        if value is not None and not 1 <= value < math.inf:
+            raise ValueError(f"{key} must be at least 1, got {value}")
     if extension.average_checkpoints < 0 or extension.average_checkpoints == 1:
         raise ValueError(
             f"average_checkpoints must be 0, or 2 or more, got {extension.average_checkpoints}"

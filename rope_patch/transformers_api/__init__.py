@@ -9,6 +9,7 @@ each, whose text says which releases have which form. The rest of the package im
 - `caches`: classes of caches and their layers, paged caches, the cache in an output.
 - `generation`: the steps of `generate`, continuous batching, and `transformers serve`.
 - `models`: registries of rotations, attentions and model classes, and parts of models.
+- `chat_templates`: the clock of chat templates.
 - `training`: what the Trainer calls.
 - `releases`: the installed release, and the newest one that was tested.
 

@@ -47,7 +47,8 @@ class LlamaCppServer(Engine):
 
     def _next_tokens(self, ids: tuple[int, ...]) -> dict[int, float]:
         """Return the log-probability of each next token; every one, since any may be scored."""
-        (token,) = self._complete(ids, n_predict=1, n_probs=self.vocab_size or 2**20)
+        count = 2**20 if self.vocab_size is None else self.vocab_size
+        (token,) = self._complete(ids, n_predict=1, n_probs=count)
         return {int(each["id"]): float(each["logprob"]) for each in token["top_logprobs"]}
 
     def _complete(self, ids: tuple[int, ...], **fields: Any) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from rope_patch.inference.prefix_reader import input_device
 from rope_patch.transformers_api.forwards import cache_arguments
+from rope_patch.utils.errors import one_line
 from rope_patch.verifying.engine import Engine, Observation
 from rope_patch.verifying.probe_prompts import ProbePrompt
 
@@ -24,7 +25,7 @@ class LocalModel(Engine):
     def __init__(self, model: Any, name: str | None = None) -> None:
         self._model = model
         self._device = input_device(model)
-        self.name = name or f"a live {type(model).__name__}"
+        self.name = one_line(f"a live {type(model).__name__}" if name is None else name)
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
 
     @torch.no_grad()

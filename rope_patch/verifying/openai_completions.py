@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rope_patch.utils.errors import one_line
 from rope_patch.verifying.engine import CannotVerify, Engine, Observation
 from rope_patch.verifying.http_json import HttpError, JsonClient
 from rope_patch.verifying.probe_prompts import ProbePrompt
@@ -41,7 +42,7 @@ class OpenAICompletions(Engine):
         self.model = names[0] if model is None else model
         card = cards[names.index(self.model)]  # type: ignore[index]
         self.max_length = card.get("max_model_len")
-        self.name = f"{self.model} at {client.url}"
+        self.name = f"{one_line(self.model)} at {client.url}"
         self._forms = _FORMS
         self._least_tokens = 0  # that the server lets one ask for
 

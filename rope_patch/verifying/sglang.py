@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rope_patch.utils.errors import one_line
 from rope_patch.verifying.engine import CannotVerify, Engine, Observation
 from rope_patch.verifying.http_json import JsonClient
 from rope_patch.verifying.probe_prompts import ProbePrompt
@@ -21,7 +22,7 @@ class SGLang(Engine):
 
     def __init__(self, client: JsonClient, model_info: dict[str, Any]) -> None:
         self._client = client
-        self.name = f"{model_info.get('model_path', 'SGLang')} at {client.url}"
+        self.name = f"{one_line(model_info.get('model_path', 'SGLang'))} at {client.url}"
 
     def _observe(self, prompt: ProbePrompt) -> Observation:
         entries = self._generate(prompt.ids, 1, "input_token_logprobs")

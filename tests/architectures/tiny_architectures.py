@@ -128,6 +128,14 @@ for _name in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text"):
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
     }
 
+# Fields of `_SPECIAL` with two layers of each type.
+_DEEP: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+}
+
 
 # Vision language models, whose decoders have three positions per token (M-RoPE).
 VISION_MODEL_TYPES = tuple(
@@ -151,19 +159,25 @@ def mentions_rotation(model_type: str) -> bool:
     return "rotary" in inspect.getsource(sys.modules[kind.__module__]).lower()
 
 
-def tiny_config(model_type: str, **changes: Any) -> Any:
-    """Return a tiny config of an architecture; its largest numbers are 128."""
+def tiny_config(model_type: str, copies: int = 1, **changes: Any) -> Any:
+    """Return a tiny config of an architecture; its largest numbers are 128.
+
+    Args:
+        model_type: The architecture.
+        copies: Layers of each type, where the default config has several types.
+        **changes: Other values of fields.
+    """
     default = CONFIG_MAPPING[model_type]()
-    config = type(default)(**{**_shrunk(default, model_type), **changes})
+    config = type(default)(**{**_shrunk(default, model_type, copies), **changes})
     for each in (config, config.get_text_config(decoder=True)):
         if not hasattr(each, "pad_token_id"):  # missing in some configs of transformers 5.0
             each.pad_token_id = 0
     return config
 
 
-def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
+def tiny_model(model_type: str, seed: int = 0, copies: int = 1, **changes: Any) -> Any:
     """Return a tiny random model in evaluation mode, the same for the same seed."""
-    config = tiny_config(model_type, **changes)
+    config = tiny_config(model_type, copies, **changes)
     torch.manual_seed(seed)
     kind = AutoModelForImageTextToText if model_type in VISION_MODEL_TYPES else AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="eager").eval()
@@ -179,7 +193,7 @@ def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-def _shrunk(config: Any, model_type: str) -> dict[str, Any]:
+def _shrunk(config: Any, model_type: str, copies: int) -> dict[str, Any]:
     fields = config.to_dict()
     changes: dict[str, Any] = {}
     for name in ("rope_parameters", "mrope_section"):
@@ -190,17 +204,18 @@ def _shrunk(config: Any, model_type: str) -> dict[str, Any]:
             continue
         sub = vars(config).get(name)
         if isinstance(value, dict) and hasattr(sub, "to_dict"):
-            changes[name] = _shrunk(sub, value.get("model_type", ""))
+            changes[name] = _shrunk(sub, value.get("model_type", ""), copies)
         elif isinstance(value, bool) or not isinstance(value, int):
             continue
         else:
             changes[name] = _size(name, value)
-    changes |= _layers(fields, changes)
+    changes |= _layers(fields, changes, copies)
     heads, groups = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if groups is not None and groups == heads:  # as in multi-head latent attention
         changes["num_key_value_heads"] = changes["num_attention_heads"]
     changes.pop("chunk_size_feed_forward", None)  # all configs have it, but not all accept it
-    return {**changes, **copy.deepcopy(_SPECIAL.get(model_type, {}))}
+    special = _SPECIAL.get(model_type, {}) | (_DEEP.get(model_type, {}) if copies > 1 else {})
+    return {**changes, **copy.deepcopy(special)}
 
 
 def _size(name: str, value: int) -> int:
@@ -229,13 +244,13 @@ def _rope(value: Any) -> Any:
     return changed
 
 
-def _layers(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return one layer of each type that the default config has, in its order."""
+def _layers(fields: dict[str, Any], changes: dict[str, Any], copies: int) -> dict[str, Any]:
+    """Return some layers of each type that the default config has, in its order."""
     changed: dict[str, Any] = {}
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds:
         each = list(dict.fromkeys(kinds))
-        changed["layer_types"] = each if len(each) > 1 else each * 2
+        changed["layer_types"] = each * copies if len(each) > 1 else each * 2
         changed["num_hidden_layers"] = len(changed["layer_types"])
     count = changed.get("num_hidden_layers", changes.get("num_hidden_layers", 2))
     for name, value in fields.items():

@@ -10,6 +10,7 @@ import pytest
 from helpers.commands import run_in_new_process, run_in_this_process
 
 import rope_patch
+from rope_patch.cli.commands import WITH_VERDICTS
 from rope_patch.methods.encoding_methods import ENCODING_METHODS
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
@@ -110,7 +111,7 @@ def test_help_has_examples(command):
 def test_failures_are_one_error_line_and_exit_status_1(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run_in_this_process(*arguments)
-    assert result.returncode == 1
+    assert result.returncode == (2 if arguments[0] in WITH_VERDICTS else 1)
     assert result.stdout == ""
     assert message in result.stderr
     assert result.stderr.startswith("error: ")

@@ -58,13 +58,13 @@ def _no_baseline(subject, measure, lengths, *arguments):
 
 def test_a_model_goes_with_check():
     result = run_in_this_process("env", ASSETS / "tiny-llama")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "--check" in result.stderr
 
 
 def test_a_model_that_does_not_exist_is_an_error():
     result = run_in_this_process("env", "--check", "no/such-model")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "no/such-model" in result.stderr
 
 

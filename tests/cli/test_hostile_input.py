@@ -10,6 +10,7 @@ import pytest
 from helpers.commands import run_in_this_process
 
 import rope_patch
+from rope_patch.cli.commands import WITH_VERDICTS
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.loading import read_model, read_tokenizer
@@ -42,7 +43,7 @@ def config(**changes):
 def error_line(*words):
     """Return the single error line of a command."""
     result = run_in_this_process(*words)
-    assert result.returncode == 1
+    assert result.returncode == (2 if words[0] in WITH_VERDICTS else 1)
     (line,) = [line for line in result.stderr.splitlines() if line.strip()]
     assert line.startswith("error: ")
     return line

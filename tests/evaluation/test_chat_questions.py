@@ -1,5 +1,6 @@
 """Test evaluations of a model whose tokenizer has a chat template."""
 
+import copy
 import json
 import shlex
 import shutil
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.evaluation import vllm_commands
 from rope_patch.evaluation.measures import lm_eval_tasks
+from rope_patch.evaluation.merging import add_other_weights
 from rope_patch.evaluation.pipeline import evaluate
 from rope_patch.tasks import chat_template
 
@@ -90,3 +92,36 @@ def test_commands_for_vllm_apply_the_template(instruct_folder, tmp_path, choice)
     assert ("--apply_chat_template" in words) == (choice != "off")
     metadata = json.loads(words[words.index("--metadata") + 1])
     assert metadata["chat"] == (choice != "off")
+
+
+def test_questions_of_other_prompts_are_not_paired(instruct_folder, tmp_path):
+    run = evaluate(recall_request(tmp_path, instruct_folder))
+    rows = run["retrieval"][0]["samples"]["none"]
+    assert len({row["prompt"] for row in rows}) == len(rows)
+    other = copy.deepcopy(run)
+    labels = {"none": "trained"}
+    both = add_other_weights(run, other, labels)
+    assert set(both["retrieval"][0]["samples"]) == {"none", "trained"}
+    other["retrieval"][0]["samples"]["none"][0]["prompt"] = "0" * 64
+    with pytest.raises(ValueError, match=r"differ in prompts .*a chat template with a clock"):
+        add_other_weights(run, other, labels)
+    for results in (run, other):
+        for row in results["retrieval"][0]["samples"]["none"]:
+            del row["prompt"]  # as an older version left it out
+    with pytest.raises(ValueError, match="results of an older version in a chat template"):
+        add_other_weights(run, other, labels)
+    for results in (run, other):
+        results["run"]["chat_template"] = None
+    assert add_other_weights(run, other, labels)
+
+
+def test_a_finished_run_is_not_measured_again_on_another_day(instruct_folder, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(instruct_folder, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # A clock of microseconds: each rendering would be another prompt.
+    tokenizer.chat_template = "{{ strftime_now('%f') }}" + TEMPLATE
+    tokenizer.save_pretrained(folder)
+    runs = [evaluate(recall_request(tmp_path / "out", str(folder))) for _ in range(2)]
+    assert [run["run"]["continued"] for run in runs] == [False, True]
+    assert runs[0]["retrieval"] == runs[1]["retrieval"]

@@ -31,6 +31,23 @@ def _running(handler):
         thread.join()
 
 
+def answering(answer):
+    """Serve all requests by a function of the handler; a context manager with the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            with contextlib.suppress(ConnectionError):
+                answer(self)
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    return _running(Handler)
+
+
 def fixed_answer(status, body, seconds=0.0):
     """Serve one answer to all requests, after some seconds; a context manager with the address."""
 

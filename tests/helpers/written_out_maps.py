@@ -4,9 +4,14 @@ Everything is a loop over queries and keys in float64, on keys whose own rotatio
 first, so that nothing depends on how the package cuts, turns and merges.
 """
 
+import copy
 import math
 
 import torch
+from transformers import AttentionInterface
+
+import rope_patch
+from helpers.tiny_models import TRAINED
 
 
 def rerope(i, j, w):
@@ -56,6 +61,8 @@ def dpe(i, j, w, groups):
 class WrittenOutMap:
     """An attention function that compares at relative positions, one pair of tokens at a time.
 
+    A mask of booleans, alike for all rows, may show a query later keys, at their own distance.
+
     Attributes:
         relative: The relative position of query i and key j, one for each rotated pair if a list;
             None where the query does not see the key.
@@ -91,8 +98,10 @@ class WrittenOutMap:
         for step in range(steps):
             i = slots - steps + step
             seen, turns = [], []
-            for j in range(i + 1):
-                r = i - j if i < self.start or not mapped else self.relative(i, j)
+            shown = range(i + 1) if attention_mask is None else attention_mask[0, 0, step].nonzero()
+            for j in map(int, shown):
+                is_plain = i < max(self.start, j) or not mapped
+                r = i - j if is_plain else self.relative(i, j)
                 if r is None or (window is not None and i - j >= window):
                     continue
                 seen.append(j)
@@ -124,3 +133,79 @@ class WrittenOutMap:
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+LOG_N = lambda i: max(1.0, math.log(i + 1) / math.log(TRAINED))  # noqa: E731
+ONE = lambda i: 1.0  # noqa: E731
+# Options, the relative position of i and j, the first query that is mapped, the temperature.
+MAPS = {
+    "rerope": ({"window": 20}, lambda i, j: rerope(i, j, 20), TRAINED, LOG_N),
+    "leaky-rerope": (
+        {"window": 20, "k": 4.0, "temperature": "none"},
+        lambda i, j: leaky_rerope(i, j, 20, 4),
+        TRAINED,
+        ONE,
+    ),
+    "self-extend": (
+        {"window": 10, "group": 3},
+        lambda i, j: self_extend(i, j, 10, 3),
+        TRAINED,
+        LOG_N,
+    ),
+    "jet-long": ({"window": 16}, lambda i, j: jet_long(i, j, 16, TRAINED), TRAINED, LOG_N),
+    "dca": ({}, lambda i, j: dca(i, j, 48, 63), TRAINED, LOG_N),
+    "string": (
+        {"offset": 40, "local": 8, "on": "linear:4"},
+        lambda i, j: string(i, j, 40, 8),
+        40,
+        ONE,
+    ),
+    "dpe": (
+        {"groups": [2, 4, 3, 8], "window": 9},
+        lambda i, j: dpe(i, j, 9, (2, 4, 3, 8)),
+        TRAINED,
+        LOG_N,
+    ),
+    "lm-infinite": (
+        {"window": 30, "sinks": 3},
+        lambda i, j: lm_infinite(i, j, 30, 3),
+        30,
+        ONE,
+    ),
+    "streaming": (
+        {"window": 30, "sinks": 3},
+        lambda i, j: streaming(i, j, 30, 3),
+        33,
+        ONE,
+    ),
+}
+
+
+def written_out(model, name):
+    """Return a copy of an unpatched model whose attention is written out."""
+    options, relative, start, temperature = MAPS[name]
+    twin = copy.deepcopy(model)
+    if "on" in options:
+        method, factor = options["on"].split(":")
+        rope_patch.patch(twin, method, factor=float(factor))
+    types = getattr(model.config, "layer_types", None) or ["full_attention"]
+    has_windows = "sliding_attention" in types
+    truth = WrittenOutMap(
+        relative,
+        inv_freq(twin),
+        start,
+        temperature,
+        lambda module: not has_windows or types[module.layer_idx] == "full_attention",
+        # With one rotation for all layers, all of them are tempered.
+        is_tempered_everywhere=model.config.model_type != "gemma3_text",
+    )
+    AttentionInterface.register("written_out", truth)
+    twin.set_attn_implementation("written_out")
+    return twin
+
+
+def inv_freq(model):
+    """Return the frequencies of the layers without a window, in float32 as the model has them."""
+    rotary = model.model.rotary_emb
+    buffers = dict(rotary.named_buffers())
+    return buffers.get("full_attention_inv_freq", buffers.get("inv_freq"))

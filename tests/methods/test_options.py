@@ -219,3 +219,10 @@ def test_list_methods_describes_every_name_in_one_line():
     methods = rope_patch.list_methods()
     assert list(methods)[:2] == ["default", "linear"]
     assert all(line and "\n" not in line for line in methods.values())
+
+
+def test_no_rotary_dimensions_are_not_the_whole_head():
+    with pytest.raises(ValueError, match="between 2 and head_dim, got rotary_dim=0"):
+        rope_patch.frequencies(
+            "yarn", head_dim=64, theta=1e4, trained_length=2048, factor=2, rotary_dim=0
+        )

@@ -203,3 +203,25 @@ def test_config_that_accepts_only_longrope_gets_longrope(method, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     for length in (SHORT, LONG):
         assert_close(logits(plain, length), logits(model, length))
+
+
+@pytest.mark.parametrize("scaling", ["llama3", "yarn", "linear"])
+@pytest.mark.parametrize("short_factor", [None, SHORT_FACTOR])
+def test_two_sets_on_a_running_scaling_are_saved_as_two(tmp_path, scaling, short_factor):
+    """Save LongRoPE on the config's own scaling: short texts have a set of their own."""
+    model = make_scaled(scaling)
+    stretches = {"long_factor": LONG_FACTOR, "short_factor": short_factor}
+    rope_patch.patch(model, "longrope", factor=4, start="running", **stretches)
+    model.save_pretrained(tmp_path)
+    native = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for length in (SHORT, TRAINED, LONG):
+        assert_close(logits(native, length), logits(model, length))
+
+
+def test_three_sets_have_no_config_form():
+    """LongRoPE on a LongRoPE has a set up to the original length, one to the trained, and one."""
+    model = make_scaled("longrope")
+    handle = rope_patch.patch(
+        model, "longrope", factor=4, long_factor=LONG_FACTOR, short_factor=SHORT_FACTOR
+    )
+    assert not handle.method.has_config_form

@@ -1,6 +1,7 @@
 """Test questions in a chat template: the text that lm-eval makes, and its tokens."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ TEMPLATES = {
     "[end]{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}",
     "date": "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
     "{% endif %}{{ date_string }} {% for m in messages %}{{ m.role }}: {{ m.content }}\n"
+    "{% endfor %}",
+    # Without a way to give it the date, as SmolLM3's, gpt-oss' and Mistral Small's.
+    "clock": "{{ strftime_now('%d %B %Y') }} {% for m in messages %}{{ m.role }}: {{ m.content }}\n"
     "{% endfor %}",
 }
 TASKS = ("rp_niah_multikey_1", "rp_niah_multikey_1_ll", "rp_niah_multikey_1_mc", "rp_vt", "rp_qa_1")
@@ -68,11 +72,57 @@ def test_lm_eval_answers_questions_in_the_template(model, chat_tokenizer):
     assert not lm.failures
 
 
-def test_the_date_in_a_prompt_does_not_change():
+@pytest.mark.parametrize(("name", "date"), [("date", "26 Jul 2024"), ("clock", "26 July 2024")])
+def test_the_date_in_a_prompt_does_not_change(model, name, date):
     tokenizer = AutoTokenizer.from_pretrained(LLAMA)
-    tokenizer.chat_template = TEMPLATES["date"]
+    tokenizer.chat_template = TEMPLATES[name]
     text = chat_template.render(tokenizer, "Q?", "A")
-    assert text == "26 Jul 2024 user: Q?\nassistant: A"
+    assert text == f"{date} user: Q?\nassistant: A"
+    turns = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": "A"}]
+    lm = LongContextLM(model, tokenizer, 2048, {})
+    assert lm.apply_chat_template(turns, add_generation_prompt=False) == text
+    assert lm.apply_chat_template(turns).startswith(date)
+
+
+CONTENT = "{{ messages[0].content }}"
+NESTED = CONTENT + "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (
+            CONTENT + "{{ raise_exception('roles must\nalternate') }}",
+            "TemplateError: roles must alternate",
+        ),
+        ("{% for m in %}", "TemplateSyntaxError"),
+        ("{{ messages[9].content }}", "UndefinedError"),
+        (CONTENT + "{{ 1 / 0 }}", "ZeroDivisionError"),
+        (CONTENT + "{{ messages.append(1) }}", "SecurityError"),
+        (CONTENT + "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ 'a' }}", "ValueError"),  # the last message is not in it
+        (NESTED, "did not end within 0.5 s"),
+        ({"a": "{{ 1 }}", "b": "{{ 2 }}"}, "ValueError"),  # neither is the default
+    ],
+)
+def test_any_error_of_a_template_is_one_line_with_the_way_out(template, problem, monkeypatch):
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.5)
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=r"by --chat-template off") as error:
+        lm_eval_tasks.build("rp_vt", tokenizer, [512], 1, [50], chat=True)
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_may_be_rendered_in_a_thread_that_is_not_the_main_one(monkeypatch):
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
+    tokenizer.chat_template = NESTED
+    with ThreadPoolExecutor(1) as pool:
+        refusal = pool.submit(chat_template.render, tokenizer, "Q?", "A").exception()
+        assert "did not end within 0.2 s" in str(refusal)
+        assert pool.submit(sum, range(100_000)).result() == 4999950000
 
 
 def test_auto_follows_the_tokenizer(chat_tokenizer):

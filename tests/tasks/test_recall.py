@@ -174,7 +174,7 @@ def test_a_short_length_is_refused_with_advice_before_weights_are_read(tmp_path)
     result = run_in_this_process(
         "eval", TINY, "--method", "none", "--lengths", "256", "--out", tmp_path / "new"
     )
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "give --lengths of at least 329 each" in result.stderr
     assert "rp_recall_ll" in result.stderr
     assert "Loading weights" not in result.stderr

@@ -340,3 +340,22 @@ def test_recipes_and_launch_files_are_listed_with_their_descriptions():
         assert line.split(None, 1)[1] in " ".join(path.read_text().replace("\n# ", " ").split())
     assert not recipe_files.recipes().keys() & recipe_files.launches().keys()  # one name, one file
     assert "did you mean 'fsdp2'?" in run_in_this_process("recipes", "fsdp3").stderr
+
+
+@pytest.mark.parametrize(("keys", "seed"), [({}, 42), ({"data_seed": 0}, 0), ({"seed": 0}, 0)])
+def test_a_seed_of_0_is_a_seed(recipe, keys, seed):
+    assert read(recipe(**keys)).row_seed == seed
+
+
+@pytest.mark.parametrize(
+    "key", ["factor", "length", "trained_length", "train_length", "retrieval_length"]
+)
+def test_a_length_of_0_is_not_taken_for_no_length(recipe, key):
+    with pytest.raises(ValueError, match=f"{key} must be at least 1, got 0"):
+        read(recipe(**{key: 0}))
+
+
+@pytest.mark.parametrize("options", [0, False])
+def test_options_that_are_false_are_refused(recipe, options):
+    with pytest.raises(ValueError, match="options must be keys and values"):
+        read(recipe(options=options))

@@ -37,10 +37,10 @@ def test_gguf_file(tmp_path, of_file, expected):
     assert verify(tmp_path / "tiny.gguf").verdict.explains == (expected,)
 
 
-def test_gguf_file_with_stretches_is_refused(tmp_path):
-    write_gguf(TINY, tmp_path / "tiny.gguf", LONGEST, stretches=torch.ones(16))
-    with pytest.raises(CannotVerify, match=r"stretches pair by pair.*llama-server"):
-        verify(tmp_path / "tiny.gguf")
+def test_gguf_file_with_stretches(tmp_path):
+    stretches = torch.full((16,), FACTOR)
+    write_gguf(TINY, tmp_path / "tiny.gguf", LONGEST, stretches=stretches)
+    assert verify(tmp_path / "tiny.gguf").verdict.explains == ("linear-4",)
 
 
 @pytest.mark.parametrize("case", ["as asked", "factor ignored"])

@@ -20,6 +20,7 @@ from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.evaluation.measures.task_index import TaskIndex
 from rope_patch.evaluation.results_schema import SampleRecord
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils import checksums
 from rope_patch.utils.errors import describe_error
 
 _TIMEOUT = 60  # seconds without an answer from a server, where a builder sets no limit itself
@@ -135,6 +136,9 @@ def evaluate(
                 continue
             name = metric if len(filters) == 1 else f"{metric}, {kind}"
             metrics[name] = {"value": value, "stderr": _standard_error(scores)}
+            metrics[name]["prompts"] = checksums.digest(
+                "\n".join(str(sample["prompt_hash"]) for sample in samples), 32
+            )
             if in_range:
                 records = _records(external, samples, metric, lm.failures)
                 metrics[name]["scores"] = [record["score"] for record in records]
@@ -197,6 +201,7 @@ def _records(
             "target_tokens": 0,
             "score": None if number in errors else float(sample[metric]),
             "log_likelihood": None,
+            "prompt": sample["prompt_hash"],
         }
         if external.task.OUTPUT_TYPE == "multiple_choice" and metric.startswith("acc"):
             # Mutual information asks for each choice twice, without the question, too.

@@ -151,6 +151,7 @@ def scores(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> lis
                 "score": None if error else float(sample["score"]),
                 **chance,
                 "log_likelihood": None if error else sample.get("target_log_likelihood"),
+                "prompt": sample["prompt_hash"],
             }
             if error:
                 row["error"] = error

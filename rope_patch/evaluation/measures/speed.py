@@ -167,7 +167,7 @@ def bench(request: SpeedRequest) -> SpeedRecord:
         name: None if name == PLAIN else _extension(request, name, trained)
         for name in request.methods
     }
-    prompt = request.prompt or round(request.factor * trained)
+    prompt = round(request.factor * trained) if request.prompt is None else request.prompt
     rows, start = _measure_rows(model, patches, prompt, request)
     return {
         "model": request.model,

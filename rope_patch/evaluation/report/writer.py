@@ -31,6 +31,7 @@ from rope_patch.evaluation.results_schema import (
 from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import add_checksum, json_safe
+from rope_patch.utils.escaping import escape_markdown
 from rope_patch.utils.plot_style import PALETTE
 from rope_patch.utils.provenance import Hardware
 
@@ -302,7 +303,7 @@ def render(template: Path, page: dict[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     environment.filters |= {
-        "md": _markdown,
+        "md": escape_markdown,
         "arxiv": _arxiv_url,
         "json": to_json,
         "groups": _rows_by_group,
@@ -321,11 +322,6 @@ def _code_spans(text: str) -> Markup:
 def _rows_by_group(rows: list[Row]) -> list[list[Row]]:
     """Return rows grouped by the head above them."""
     return [list(group) for _, group in groupby(rows, key=lambda row: row.group)]
-
-
-def _markdown(text: Any) -> str:
-    """Escape text for Markdown, also within a table."""
-    return re.sub(r"([\\`*_{}\[\]<>|#~&$])", r"\\\1", one_line(text))
 
 
 def _arxiv_url(paper: Any) -> str | None:

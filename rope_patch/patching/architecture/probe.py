@@ -116,6 +116,11 @@ def call_rotary(
     return module(x, positions, *extra)
 
 
+def as_tuple(output: Any) -> tuple[torch.Tensor, ...]:
+    """Return a rotary module's cos and sin, or its one tensor of complex numbers (Llama 4)."""
+    return output if isinstance(output, tuple) else (output,)
+
+
 def probe_outputs(
     module: Any, rotary: RotaryModule, x: torch.Tensor, positions: torch.Tensor
 ) -> list[torch.Tensor]:
@@ -126,6 +131,6 @@ def probe_outputs(
             output = call_rotary(module, x, positions, layer_type)
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
             return []  # another signature: nothing is known
-        output = output[0] if isinstance(output, tuple) else output
+        output = as_tuple(output)[0]
         outputs.append(torch.view_as_real(output) if output.is_complex() else output)
     return outputs

@@ -15,6 +15,7 @@ from rope_patch.methods import Frequencies
 from rope_patch.ops.reference import rotate
 from rope_patch.patching.architecture.attention_source import APPLY, rotates_one_tensor
 from rope_patch.patching.architecture.probe import (
+    as_tuple,
     call_rotary,
     make_probe,
     probe_frequencies,
@@ -134,9 +135,9 @@ class RotaryTraits:
             try:
                 cos_sin = call_rotary(self.probe, keys, positions, layer_type)
                 rotated = (
-                    apply(keys, *cos_sin)
+                    apply(keys, *as_tuple(cos_sin))
                     if rotates_one_tensor(apply)
-                    else apply(keys, keys, *cos_sin)[1]
+                    else apply(keys, keys, *as_tuple(cos_sin))[1]
                 )
             except (TypeError, ValueError, RuntimeError, AttributeError):
                 rotated = None  # another signature: another kind of rotation
@@ -177,10 +178,10 @@ class RotaryTraits:
         row_outputs = []
         for inv_freq in (own, own / 2):
             setattr(module, name, inv_freq)
-            row_outputs.append(call_rotary(module, *arguments))
+            row_outputs.append(as_tuple(call_rotary(module, *arguments)))
         setattr(module, name, torch.stack([own, own / 2])[:, None])
         try:
-            together = call_rotary(module, *arguments)
+            together = as_tuple(call_rotary(module, *arguments))
         except RuntimeError:
             return False
         expected = [torch.cat(parts) for parts in zip(*row_outputs, strict=True)]
@@ -216,8 +217,7 @@ class RotaryTraits:
     @cached_property
     @torch_defaults()
     def _cos(self) -> torch.Tensor:
-        """Return the probe's cos for two tokens."""
+        """Return the probe's cos, or complex numbers, for two tokens."""
         x, positions = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
         layer_type = next(iter(self.rotary.prefixes))
-        cos: torch.Tensor = call_rotary(self.probe, x, positions, layer_type)[0]
-        return cos
+        return as_tuple(call_rotary(self.probe, x, positions, layer_type))[0]

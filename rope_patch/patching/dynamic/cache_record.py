@@ -41,7 +41,8 @@ class RotationRecord:
             NaN where unknown.
         frequencies: The frequencies of each row's keys, one layer type's after another's, `[B, F]`,
             float64, on the CPU; NaN where there are none yet.
-        static: Whether `positions` has a slot for all that the cache will ever hold.
+        static: Whether `positions` has a slot for all that the cache can hold at once. It grows
+            only where windows have let tokens go, so that more come than there are slots.
         layout: What patches must have in common to re-rotate each other's keys: where each layer
             type's numbers are in a set, and how many first positions keep their rotation.
     """
@@ -91,6 +92,10 @@ class RotationRecord:
         if not self.static:
             self.positions = torch.cat([self.positions, new], dim=1)
             return
+        if isinstance(past, int) and (more := past + new.shape[1] - self.positions.shape[1]) > 0:
+            with torch.inference_mode(False):  # later forwards may run outside it
+                empty = self.positions.new_full((len(new), more, *new.shape[2:]), -1)
+                self.positions = torch.cat([self.positions, empty], dim=1)
         slot = torch.arange(self.positions.shape[1], device=new.device)
         slot = slot.view(-1, *[1] * (new.ndim - 2))
         self.positions.masked_fill_(slot >= past, -1)  # left by a failed forward
@@ -176,7 +181,7 @@ def get_record(
             "expected an empty cache, or one that was filled under this patch"
         )
     rows, slots = record.positions.shape[:2]
-    if rows != batch or (not record.static and slots < past):
+    if rows != batch or (isinstance(past, int) and slots < past):
         raise Refused(
             f"the cache is not as this model left it: expected {rows} rows of {slots} tokens, got "
             f"{batch} rows of {past}; change caches by their own methods (reorder_cache, "
@@ -244,7 +249,23 @@ def cached_keys(
         end, slots = past, keys.shape[2]
         if record.static:  # a window that is not full yet starts at the first slot
             end = max(layer.get_seq_length(), slots) if layer.is_sliding else slots
-        yield index, keys, record.positions[:, end - slots : end]
+        yield index, keys, positions_of_slots(record, end, slots)
+
+
+def positions_of_slots(record: RotationRecord, end: Any, slots: int) -> torch.Tensor:
+    """Return the positions of the `slots` keys that end before slot `end` of the record.
+
+    Raises:
+        ValueError: The record has others than these.
+    """
+    positions = record.positions[:, max(end - slots, 0) : end]
+    if positions.shape[1] != slots:
+        raise Refused(
+            f"the cache is not as this model left it: expected positions of the {slots} keys that "
+            f"a layer holds, got {positions.shape[1]}; change caches by their own methods "
+            "(reorder_cache, batch_select_indices, crop)"
+        )
+    return positions
 
 
 def carries_gradients(cache: Any) -> bool:
@@ -279,12 +300,10 @@ def require_rerotatable_cache(cache: Any, *, has_indexers: bool = False) -> None
 
 
 def _capacity(cache: Any) -> int:
-    """Return the slots that a static cache has for the whole sequence; 0 for caches that grow."""
-    slots = 0
-    for layer in [] if cache is None else cache.layers:
-        if isinstance(layer, StaticLayer) and not layer.is_sliding:
-            slots = max(slots, layer.max_cache_len)
-    return slots
+    """Return the slots that a static cache has in its largest layer; 0 for caches that grow."""
+    layers = [] if cache is None else cache.layers
+    static = [layer.max_cache_len for layer in layers if isinstance(layer, StaticLayer)]
+    return max(static, default=0)
 
 
 def _writable_keys(layer: Any, keys: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,11 @@ from rope_patch.ops.reference import rotate
 from rope_patch.patching.architecture.rotary_modules import CANNOT_FOLLOW_YET
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.defaults import torch_defaults
-from rope_patch.patching.dynamic.cache_record import RotationRecord, cached_keys
+from rope_patch.patching.dynamic.cache_record import (
+    RotationRecord,
+    cached_keys,
+    positions_of_slots,
+)
 from rope_patch.patching.dynamic.frequency_table import FrequencyTable
 from rope_patch.patching.mla_scale import find_mla_attentions
 from rope_patch.patching.undo_log import UndoLog
@@ -112,7 +116,7 @@ class LatentCache:
             slots = keys.shape[1]
             end = slots if record.static else past
             start = 0 if self.indexer_end == "first" else keys.shape[2] - self.rotated_width
-            yield index, keys[:, None, :, start:], record.positions[:, end - slots : end]
+            yield index, keys[:, None, :, start:], positions_of_slots(record, end, slots)
 
 
 class HooksOfForward(Protocol):

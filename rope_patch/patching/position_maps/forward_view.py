@@ -10,6 +10,7 @@ from rope_patch.methods.position_map import PositionMap, Region
 from rope_patch.patching.position_maps.pieces import Piece, cut_region
 from rope_patch.patching.position_maps.position_record import PositionRecord
 from rope_patch.patching.position_maps.shift_tables import ShiftRotation
+from rope_patch.patching.position_maps.visibility import Visibility
 
 
 class ForwardView:
@@ -21,8 +22,9 @@ class ForwardView:
         keys: Positions of all tokens, the cached ones included, `[B, K]` or `[1, K]`.
         is_mapped: Whether any query meets a key at another distance than its own.
         is_consecutive: Whether all rows have the same consecutive positions.
-        is_causal: Whether every query is known to see all keys up to its own.
-        record: The record of the cache, if there is one.
+        filled: Slots of the keys that hold tokens.
+        cache: The cache, if there is one.
+        record: Its record.
         regions: The map's regions; for `[1, Q]` queries on the CPU where positions are
             consecutive.
     """
@@ -34,15 +36,17 @@ class ForwardView:
         queries: torch.Tensor,
         keys: torch.Tensor,
         *,
-        is_causal: bool,
+        filled: int,
+        cache: Any = None,
         record: PositionRecord | None = None,
     ) -> None:
-        self.record = record
+        self.filled, self.cache, self.record = filled, cache, record
         self.queries, self.keys = queries, keys
         last = int(queries.max()) if queries.numel() else -1
         self.is_mapped = last >= position_map.map_start(reach)
         self.regions: list[Region] = []
-        self.is_consecutive, self.is_causal = False, is_causal
+        self.is_consecutive = False
+        self._compared: tuple[Any, bool] | None = None
         self._pieces: list[Piece] | None = None
         self._tables: dict[Any, Any] = {}
         if not self.is_mapped:
@@ -51,6 +55,28 @@ class ForwardView:
         if self.is_consecutive:
             self.queries, self.keys = queries[:1].cpu(), keys[:1].cpu()
         self.regions = position_map.regions(self.queries, self.keys, reach, last)
+
+    def is_causal(self, visibility: Visibility) -> bool:
+        """Return whether all rows are consecutive, and each query sees all keys up to its own."""
+        if not self.is_consecutive:
+            return False
+        mask = visibility.call.mask
+        if mask is None:
+            return visibility.is_causal()
+        if self._compared is None or self._compared[0] is not mask:  # layers share a mask
+            self._compared = (mask, visibility.is_causal())
+        return self._compared[1]
+
+    def slot_of(self, key: torch.Tensor) -> int | None:
+        """Return the place in the cache that holds these keys; None where none holds just them.
+
+        A module's `layer_idx` is no such place: modules share one (Zamba 2), and one module fills
+        several places (HRM). What a quantised cache hands out is in none.
+        """
+        for slot, layer in enumerate(getattr(self.cache, "layers", ())):
+            if getattr(layer, "keys", None) is key:
+                return slot
+        return None
 
     def pieces(self) -> list[Piece]:
         """Return the fused calls of consecutive positions."""

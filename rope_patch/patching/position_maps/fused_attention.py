@@ -6,8 +6,9 @@ import functools
 from typing import Any
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-_HALF = (torch.float16, torch.bfloat16)
+_CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def attend_part(
@@ -33,12 +34,17 @@ def attend_part(
         Output `[B, H, Q, E]` in the query's dtype, and log-sum-exp `[B, H, Q]` in float32, or
         float64 for float64.
     """
-    same_width = query.shape[-1] == value.shape[-1]
-    if query.device.type == "cpu" and same_width and query.shape[2] > 1:
+    # The operators behind torch's public function check nothing; they read other memory where
+    # components are not neighbours.
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    if query.shape[2] > 1 and _fits_cpu_operator(query, key, value):
         return _on_cpu(query, key, value, scaling, is_causal, mask)
-    if query.is_cuda and same_width and query.dtype != torch.float64:
-        return _on_cuda(query, key, value, scaling, is_causal, mask)
-    return attend_in_torch(query, key, value, scaling, is_causal=is_causal, mask=mask)
+    part = None
+    if query.is_cuda:
+        part = _on_cuda(query, key, value, scaling, is_causal, mask)
+    if part is None:
+        part = attend_in_torch(query, key, value, scaling, is_causal=is_causal, mask=mask)
+    return part
 
 
 def attend_in_torch(
@@ -65,6 +71,26 @@ def attend_in_torch(
     weights = torch.exp(scores - lse[..., None]).to(value.dtype)
     output = torch.matmul(weights, value).view(rows, heads, steps, value.shape[-1])
     return output, lse.view(rows, heads, steps)
+
+
+def _fits_cpu_operator(*tensors: torch.Tensor) -> bool:
+    """Return whether torch's operator for CPUs takes queries, keys and values as they are.
+
+    These are the conditions under which `scaled_dot_product_attention` chooses it.
+    """
+    first = tensors[0]
+    return first.dtype in _CPU_DTYPES and all(
+        each.device.type == "cpu"
+        and each.layout == torch.strided
+        and not each.is_nested
+        and each.ndim == 4
+        and each.dtype == first.dtype
+        and each.shape[0] == first.shape[0]
+        and each.shape[-1] == first.shape[-1]
+        and each.stride(-1) == 1
+        and each.numel() > 0
+        for each in tensors
+    )
 
 
 def _on_cpu(
@@ -94,14 +120,20 @@ def _shares_keys_on_cpu() -> bool:
 
 def _on_cuda(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, *how: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return a part from a fused kernel; None where torch's own checks let none take it."""
     is_causal, mask = how
-    if mask is None and query.dtype in _HALF and query.shape[-1] % 8 == 0:
+    groups = query.shape[1] // key.shape[1]
+    is_padded = query.shape[-1] % 8  # as the public function pads, after these checks
+    if (
+        mask is None
+        and not is_padded
+        and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, is_causal, groups > 1))
+    ):
         output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, is_causal, scale=scaling
         )
         return output, lse
-    groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
     bias = None
     if mask is not None:
@@ -112,6 +144,8 @@ def _on_cuda(
         )
         padded[:, :width].masked_fill_(~mask, -torch.inf)
         bias = padded[:, :width].expand(*query.shape[:2], -1, -1)
+    if not can_use_efficient_attention(SDPAParams(query, key, value, bias, 0.0, is_causal, False)):
+        return None
     output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, 0.0, is_causal, scale=scaling
     )

@@ -13,21 +13,25 @@ from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching.architecture.key_layout import KeyLayout
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.architecture.rotated_layers import rotated_layer_types
-from rope_patch.patching.attention_interception import find_attentions, intercept
+from rope_patch.patching.attention_interception import (
+    find_attentions,
+    intercept,
+    present_function,
+)
 from rope_patch.patching.mla_scale import find_mla_attentions
-from rope_patch.patching.position_maps.masked import LogitOptions, attend_masked
+from rope_patch.patching.position_maps.masked import attend_masked
 from rope_patch.patching.position_maps.parts import attend_by_parts
 from rope_patch.patching.position_maps.position_hooks import PositionHooks
 from rope_patch.patching.position_maps.shift_tables import ShiftRotation
+from rope_patch.patching.position_maps.visibility import Visibility
+from rope_patch.patching.query_temperature import QueryScaling
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.attention_functions import read_call, require_known_attention
 from rope_patch.transformers_api.forwards import POSITIONS
-from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils.errors import Refused
 
+_WHAT = "a position map"
 _OTHER_METHODS = "use a method that changes frequencies, such as yarn"
-
-# Whose masks say all: without one, a query sees all keys up to its own.
-_WHOLE_MASKS = ("eager", "sdpa", "flex_attention")
 
 
 class MappedAttention:
@@ -58,10 +62,11 @@ class MappedAttention:
         """Return what the attention function returns, at mapped positions.
 
         Where no query meets a key at another distance than its own, the function itself is called.
-        So it is where the layer has a window, beyond which it sees no keys.
+        So it is where the layer has a window, beyond which it sees no keys. Elsewhere all that the
+        function does with its arguments is done here, or refused (`read_call`).
         """
         view = self.hooks.view_of(query, kwargs.get(POSITIONS))
-        if not view.is_mapped or kwargs.get("sliding_window"):
+        if not view.is_mapped or kwargs.get("sliding_window") is not None:
             return function(module, query, key, value, attention_mask, *args, **kwargs)
         if args:
             raise Refused(
@@ -74,42 +79,28 @@ class MappedAttention:
                 f"{view.keys.shape[1]} positions are known: a position map needs the position of "
                 "every key"
             )
-        scaling, implementation = kwargs.get("scaling"), attention_implementation(module.config)
-        options = LogitOptions(
-            scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            softcap=kwargs.get("softcap"),
-            sinks=kwargs.get("s_aux"),
-            dropout=float(kwargs.get("dropout") or 0.0),
-            packs_unmasked=implementation not in _WHOLE_MASKS,
+        call = read_call(
+            function,
+            module,
+            query,
+            key,
+            attention_mask,
+            kwargs,
+            filled=view.filled,
+            what=_WHAT,
+            instead=_OTHER_METHODS,
         )
+        visibility = Visibility(call, query, key)
+        has_plain_logits = call.softcap is None and call.dropout == 0 and not call.returns_weights
         needs_gradients = torch.is_grad_enabled() and any(
             each.requires_grad for each in (query, key, value)
         )
-        needs_weights = bool(kwargs.get("output_attentions")) or implementation == "eager"
-        is_simple = view.is_consecutive and view.is_causal and options.softcap is None
-        if is_simple and options.dropout == 0 and not needs_gradients and not needs_weights:
-            layer = getattr(module, "layer_idx", None)
+        if has_plain_logits and not needs_gradients and view.is_causal(visibility):
             output = attend_by_parts(
-                view,
-                self.rotation,
-                query,
-                key,
-                value,
-                options.scaling,
-                layer=layer,
-                sinks=options.sinks,
+                view, self.rotation, query, key, value, call.scaling, sinks=call.sinks
             )
             return output.transpose(1, 2).contiguous(), None
-        output, weights = attend_masked(
-            view,
-            self.rotation,
-            query,
-            key,
-            value,
-            attention_mask,
-            options,
-            needs_weights=needs_weights,
-        )
+        output, weights = attend_masked(view, self.rotation, query, key, value, visibility)
         return output.transpose(1, 2).contiguous(), weights
 
 
@@ -149,6 +140,8 @@ def find_mapped_attentions(
             index: Any = getattr(attention, "layer_idx", None)
             layer_type = types[index] if isinstance(index, int) and index < len(types) else None
             if layer_type in geometries and not _has_window(config, index):
+                present = present_function(attention, (MappedAttention, QueryScaling))
+                require_known_attention(present, _WHAT, _OTHER_METHODS)
                 members.append((attention, layer_type))
         sites.append((traits, members))
     if not any(members for _, members in sites):

@@ -22,7 +22,6 @@ def attend_by_parts(
     value: torch.Tensor,
     scaling: float,
     *,
-    layer: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return attention over consecutive positions; no logits are stored.
@@ -34,14 +33,14 @@ def attend_by_parts(
         key: Rotated keys of all tokens, `[B, K, S, D]`.
         value: `[B, K, S, E]`.
         scaling: Factor of the logits.
-        layer: The layer's index, under which turned keys are kept for the next step.
         sinks: A logit for each head that no value goes with, `[H]`.
 
     Returns:
         `[B, H, Q, E]` in the query's dtype.
     """
+    slot = view.slot_of(key)
     if query.shape[2] == 1:
-        return _attend_step(view, rotation, query, key, value, scaling, layer, sinks)
+        return _attend_step(view, rotation, query, key, value, scaling, slot, sinks)
     merged = MergedParts(query, value)
     turned_query = turned_key = None
     present, rows = -1, slice(0)
@@ -57,7 +56,7 @@ def attend_by_parts(
             stop = max(each.keys.stop for each in pieces)
             # The next step goes on with the keys as the last query meets them.
             is_last = rows.stop == query.shape[2]
-            turned_key = _turn_keys(view, present, rotation, key, stop, layer if is_last else None)
+            turned_key = _turn_keys(view, present, rotation, key, stop, slot if is_last else None)
         assert turned_query is not None
         assert turned_key is not None
         mask = None
@@ -84,7 +83,7 @@ def _attend_step(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float,
-    layer: int | None,
+    slot: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute `attend_by_parts` for one query: its few logits are stored, for one softmax."""
@@ -98,7 +97,7 @@ def _attend_step(
             spans[-1] = slice(spans[-1].start, piece.keys.stop)
         else:
             spans.append(piece.keys)
-        keys = _turn_keys(view, piece.region, rotation, key, piece.keys.stop, layer)
+        keys = _turn_keys(view, piece.region, rotation, key, piece.keys.stop, slot)
         # Heads that share keys are rows of one product, which copies no keys.
         parts.append(turned[piece.region].view(shape) @ keys[:, :, piece.keys].transpose(-1, -2))
     scores = torch.cat(parts, dim=-1).to(torch.promote_types(query.dtype, torch.float32)) * scaling
@@ -146,23 +145,23 @@ def _turn_keys(
     rotation: ShiftRotation,
     key: torch.Tensor,
     stop: int,
-    layer: int | None,
+    slot: int | None,
 ) -> torch.Tensor:
     """Return the keys of a region, turned, of the slots before `stop` at least.
 
-    With a record and a layer they are kept there, so that the next call turns new keys alone.
+    With a record and a place in the cache they are kept, and the next call turns new keys alone.
     """
     facts = view.regions[region]
     if facts.key_shift is None:
         return key
     record = view.record
-    if record is None or layer is None or facts.key_rule is None:
+    if record is None or slot is None or facts.key_rule is None:
         slots = slice(0, stop)
         return rotation.turn(key[:, :, slots], view.key_tables(region, rotation, key, slots))
-    kept = record.turned.get(layer)
+    kept = record.turned.get((slot, rotation))
     if kept is None or kept.rule != facts.key_rule or kept.buffer.dtype != key.dtype:
         kept = TurnedKeys(facts.key_rule, key.new_empty(*key.shape[:2], 0, key.shape[3]))
-        record.turned[layer] = kept
+        record.turned[slot, rotation] = kept
     if kept.count < stop:
         new = slice(kept.count, min(stop + _AHEAD, key.shape[2]))
         tables = view.key_tables(region, rotation, key, new)

@@ -94,22 +94,13 @@ class PositionHooks:
         if cache is not None:
             attach_record(cache, record)
         self._state.pending_record = record if cache is None else None
-        mask = call.attention_mask
-        is_causal = (
-            mask is None
-            or (
-                isinstance(mask, torch.Tensor)
-                and mask.ndim == 2
-                # Those of a static cache go on behind the tokens.
-                and bool(mask[:, : past + new.shape[1]].all())
-            )
-        )
         self._state.view = ForwardView(
             self.position_map,
             self.reach,
             new,
             record.positions,
-            is_causal=is_causal,
+            filled=past + new.shape[1],
+            cache=cache,
             record=None if cache is None else record,
         )
 
@@ -168,7 +159,8 @@ class PositionHooks:
                 "switch gradient checkpointing off"
             )
         # Recomputed for a backward pass: without a cache, all keys are those of the queries.
-        return ForwardView(self.position_map, self.reach, positions, positions, is_causal=False)
+        steps = positions.shape[1]
+        return ForwardView(self.position_map, self.reach, positions, positions, filled=steps)
 
     # -- copies ------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rope_patch.patching.dynamic.cache_record import RotationRecord
+from rope_patch.patching.position_maps.shift_tables import ShiftRotation
 
 _GROWTH = 1.25  # of a buffer that is full
 
@@ -44,11 +45,11 @@ class PositionRecord(RotationRecord):
     """The positions of a cache's tokens; see `RotationRecord`, whose frequencies are empty here.
 
     Attributes:
-        turned: Turned copies of the keys of some layers, by layer; they are made anew when rows
-            are reordered, and are not part of copies of the cache.
+        turned: Turned copies of keys, by their place in the cache and the rotation; they are made
+            anew when rows are reordered, and are not part of copies of the cache.
     """
 
-    turned: dict[int, TurnedKeys] = field(default_factory=dict)
+    turned: dict[tuple[int, ShiftRotation], TurnedKeys] = field(default_factory=dict)
 
     def rearrange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> PositionRecord:
         moved = super().rearrange(rows)

@@ -1,4 +1,4 @@
-"""Profiles: the rotations that requests of different lengths get, and the choice among them."""
+"""Profiles: the rotations of requests of different lengths, their tables, and the choice of one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
+from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method
 from rope_patch.serving.vllm.rope_type import RopeRequest
 from rope_patch.utils.errors import Refused
@@ -86,7 +89,8 @@ class Profile:
     Attributes:
         longest: Tokens of the longest request that it serves.
         frequencies: Radians per token of each pair, and the attention factor.
-        is_unscaled: Whether it is the rotation that a plain server has.
+        is_unscaled: Whether it is the rotation before the extension: theta's, or that of the
+            checkpoint's own scaling.
     """
 
     longest: int
@@ -113,3 +117,42 @@ def make_profiles(
         frequencies = request.method.frequencies_at(geometry, longest)
         profiles.append(Profile(longest, frequencies, frequencies.same_as(unscaled)))
     return profiles
+
+
+def stack_tables(
+    method: Method,
+    geometry: Geometry,
+    profiles: list[Profile],
+    plain_table: torch.Tensor,
+    rows_per_token: int,
+) -> torch.Tensor:
+    """Return cos and sin of all profiles, one after another, `[rows, R]` in float32.
+
+    Args:
+        method: The method.
+        geometry: The rotation before the extension.
+        profiles: The method's rotations, by ascending length.
+        plain_table: vLLM's own table for theta alone, whose bits a plain server has.
+        rows_per_token: Rows for each token of a profile's longest request.
+    """
+    before = plain_table
+    if geometry.base:  # start tokens and short requests rotate as the checkpoint's own scaling
+        before = _table(Frequencies(geometry.inv_freq()), len(plain_table), plain_table.device)
+    start, tables = method.start_token_count, []
+    for profile in profiles:
+        rows = profile.longest * rows_per_token
+        table = (
+            before[:rows]
+            if profile.is_unscaled
+            else _table(profile.frequencies, rows, plain_table.device)
+        )
+        tables.append(torch.cat([before[:start], table[start:]])[:rows])
+    return torch.cat(tables)
+
+
+def _table(frequencies: Frequencies, rows: int, device: torch.device) -> torch.Tensor:
+    """Return cos and sin in float32, as vLLM computes its own."""
+    inv_freq = frequencies.inv_freq.to(device=device, dtype=torch.float32)
+    positions = torch.arange(rows, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, inv_freq)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * frequencies.attention_factor

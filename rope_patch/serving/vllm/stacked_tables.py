@@ -15,7 +15,7 @@ from torch import nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
-from rope_patch.serving.vllm.profiles import Profile, ProfileLengths, make_profiles
+from rope_patch.serving.vllm.profiles import ProfileLengths, make_profiles, stack_tables
 from rope_patch.serving.vllm.rope_type import RopeRequest, describe
 from rope_patch.utils.errors import Refused
 
@@ -67,7 +67,10 @@ class StackedRotary(nn.Module):
         plain = RotaryEmbedding(
             head_size, rotary_dim, rows, request.theta, is_neox_style, torch.float32
         )
-        table = _stack_tables(request, self.profiles, plain, rows_per_token).to(dtype)
+        geometry = request.geometry(head_size, rotary_dim)
+        table = stack_tables(
+            request.method, geometry, self.profiles, plain.cos_sin_cache, rows_per_token
+        ).to(dtype)
         self.rotary.register_buffer("cos_sin_cache", table, False)
         self.register_buffer("first_rows", torch.zeros(max_tokens, dtype=torch.int64), False)
         self._start_rows = self.lengths.start_rows()
@@ -143,40 +146,3 @@ def _rotary_module(
         mrope_interleaved=request.interleaved,
         positions_factor=1,
     )
-
-
-def _stack_tables(
-    request: RopeRequest,
-    profiles: list[Profile],
-    plain: RotaryEmbedding,
-    rows_per_token: int,
-) -> torch.Tensor:
-    """Return the tables of all profiles, one after another, `[rows, R]` in float32.
-
-    Args:
-        request: The rotation asked for.
-        profiles: The rotations, by ascending length.
-        plain: vLLM's own module for the unscaled rotation, whose table has the bits of a plain
-            server.
-        rows_per_token: Rows for each token of a profile's longest request.
-    """
-    plain_table = plain.cos_sin_cache
-    tables = []
-    for profile in profiles:
-        is_plain = profile.is_unscaled and not request.base
-        rows = profile.longest * rows_per_token
-        table = plain_table[:rows] if is_plain else _table(profile, rows, plain_table.device)
-        start = request.method.start_token_count
-        if start and not is_plain:
-            table = torch.cat([plain_table[:start], table[start:]])[:rows]
-        tables.append(table)
-    return torch.cat(tables)
-
-
-def _table(profile: Profile, rows: int, device: torch.device) -> torch.Tensor:
-    """Return cos and sin of one profile in float32, as vLLM computes its own."""
-    frequencies = profile.frequencies
-    inv_freq = frequencies.inv_freq.to(device=device, dtype=torch.float32)
-    positions = torch.arange(rows, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, inv_freq)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1) * frequencies.attention_factor

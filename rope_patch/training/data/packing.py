@@ -88,8 +88,11 @@ class PackedRows(IterableDataset):
                 "decode: leave it out"
             )
         self._arguments, self._tokenizer, self._row_length = arguments, tokenizer, row_length
-        self._short_length = arguments.short_length or min(trained_length, row_length)
-        self._target_length = target_length or row_length
+        short_length = arguments.short_length
+        self._short_length = (
+            min(trained_length, row_length) if short_length is None else short_length
+        )
+        self._target_length = row_length if target_length is None else target_length
         self._padding_limit = trained_length if follows_length else None
         self._seed, self._batch, self._rank, self._world = seed, batch, rank, world
         self._short_share = Fraction(

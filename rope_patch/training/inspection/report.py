@@ -154,7 +154,7 @@ def inspect_data(
             is_kept[name],
             row_length=row_length,
             trained_length=trained,
-            seed=settings.training.data_seed or settings.training.seed,
+            seed=settings.row_seed,
             short=short,
         )
         passes = share * tokens / (result.rows * row_length) if result.rows else math.inf

@@ -32,7 +32,10 @@ def read_environment(path: Path, processes: int | None = None) -> dict[str, str]
             f"{path}: expected a launch file of accelerate, with distributed_type and "
             "num_processes; `rope-patch recipes` lists those of the package"
         )
-    world = processes or int(config.get("num_processes") or 1)
+    if processes is None:
+        written = config.get("num_processes")
+        processes = 1 if written is None else int(written)
+    world = processes
     kind = str(config["distributed_type"])
     environment = {
         "WORLD_SIZE": str(world),

@@ -254,7 +254,7 @@ def _read_config(settings: Any) -> Any:
 
 def row_length(settings: Any, config: Any | None = None) -> int:
     """Return the tokens per row that `model_setup.prepare` will use."""
-    if settings.extension.train_length:
+    if settings.extension.train_length is not None:
         return settings.extension.train_length
     config = _read_config(settings) if config is None else config
     length = target_length(settings, config)
@@ -280,7 +280,7 @@ def target_length(settings: Any, config: Any | None = None) -> int | None:
         return request_check.length
     trained_length = _trained_length(settings, config)
     if settings.data.positions == "leaky":
-        return extension.length or round(trained_length * (extension.factor or 1))
+        return settings.leaky_target(trained_length)
     return trained_length
 
 
@@ -301,7 +301,8 @@ def lengths(settings: Any) -> tuple[int, int, int]:
     """
     config = _read_config(settings)
     trained = _trained_length(settings, config)
-    return trained, target_length(settings, config) or trained, row_length(settings, config)
+    target = target_length(settings, config)
+    return trained, trained if target is None else target, row_length(settings, config)
 
 
 def _device_memory(settings: Any) -> int | None:

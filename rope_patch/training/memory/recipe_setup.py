@@ -28,7 +28,7 @@ def training_setup(
     """
     extension, training, data = settings.extension, settings.training, settings.data
     variables = os.environ if environment is None else environment
-    world = processes or int(variables.get("WORLD_SIZE", "1"))
+    world = int(variables.get("WORLD_SIZE", "1")) if processes is None else processes
     sizes = {
         name: int(variables.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1"))
         for name in ("CP", "SP", "DP_REPLICATE")

@@ -129,16 +129,30 @@ def test_norms_after_the_rotation_remove_the_attention_factor(model_type, change
     torch.testing.assert_close(decoded, forward(model, tokens(END))[:, -1], rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("model_type", ["llama4_text", "cohere"])
-def test_rows_of_a_batch_have_frequencies_of_their_own(model_type):
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("method", "options"), [("dynamic-yarn", {}), ("mixed-yarn", {"factor": 4})]
+)
+@pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v2", "cohere"])
+def test_rows_of_a_batch_have_frequencies_of_their_own(model_type, method, options, side):
+    """Rotate rows of different lengths together, by complex numbers in the first two."""
     model = tiny_model(model_type)
-    rope_patch.patch(model, "dynamic-yarn", trained_length=TRAINED)
-    rows = [tokens(length, seed=length) for length in (LONG, SHORT)]
-    ids, mask = padded(rows, "left")
+    rope_patch.patch(model, method, trained_length=TRAINED, **options)
+    rows = [tokens(length, seed=length) for length in (LONG, SHORT, TRAINED)]
+    ids, mask = padded(rows, side)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     got = forward(model, ids, attention_mask=mask, position_ids=positions)
     for row, is_token, logits in zip(rows, mask.bool(), got, strict=True):
         torch.testing.assert_close(logits[is_token], forward(model, row)[0], rtol=0, atol=2e-4)
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="its rotary modules take one set of frequencies")
+@pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v2"])
+def test_forwards_that_take_frequencies_per_row_stay(model_type):
+    """Keep forwards of one complex tensor, too: its rows are not cos and sin."""
+    model = tiny_model(model_type)
+    rope_patch.patch(model, "dynamic-yarn")
+    assert "forward" not in vars(model.model.rotary_emb)
 
 
 def by_layer_type(model):

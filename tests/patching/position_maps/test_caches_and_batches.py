@@ -14,8 +14,10 @@ from helpers.tiny_models import (
     step_by_step,
     tokens,
 )
+from helpers.written_out_maps import MAPS, written_out
 from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import QuantizedLayer
 
 import rope_patch
 from rope_patch.patching.position_maps.shift_tables import ShiftRotation
@@ -99,6 +101,39 @@ def test_static_caches_match_dynamic_ones(name):
     expected = forward(model, ids)
     cache = StaticCache(config=model.config, max_cache_len=170)
     close(step_by_step(model, ids, 100, cache), expected)
+
+
+class RoundedLayer(QuantizedLayer):
+    """A quantised layer of a cache, whose keys and values are rounded to eighths."""
+
+    def _quantize(self, tensor, axis):
+        return (tensor * 8).round()
+
+    def _dequantize(self, tensor):
+        return tensor / 8
+
+
+@pytest.mark.parametrize("name", ["rerope", "self-extend"])
+@torch.no_grad()
+def test_far_keys_of_a_quantised_cache_are_the_quantised_ones(name):
+    model, ids = make_model("llama"), tokens(LONG)
+    layers = model.config.num_hidden_layers
+
+    def steps(model, cache, after=100):
+        return step_by_step(model, ids[:, cache.get_seq_length() :], after, cache)
+
+    def rounded_cache():
+        cache = DynamicCache()
+        cache.layers = [RoundedLayer(residual_length=8) for _ in range(layers)]
+        return cache
+
+    twin = written_out(model, name)
+    expected = steps(twin, rounded_cache())
+    rope_patch.patch(model, name, **MAPS[name][0])
+    cache = rounded_cache()
+    close(steps(model, cache), expected)
+    assert not cache.rotation.turned  # no unquantised copy beside the quantised keys
+    assert (expected - forward(model, ids)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", METHODS)

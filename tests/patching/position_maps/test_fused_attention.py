@@ -5,6 +5,7 @@ import torch
 
 from rope_patch.patching.position_maps.fused_attention import (
     MergedParts,
+    _on_cuda,
     attend_in_torch,
     attend_part,
 )
@@ -53,6 +54,52 @@ def test_parts_match_softmax(function, rows, columns, how, groups, dtype):
     assert output.dtype == dtype
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=atol)
+
+
+LAYOUTS = {
+    "heads behind tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "tokens behind components": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "every other component": lambda x: torch.stack([x, x + 1], -1).flatten(-2)[..., ::2],
+    "one head for all": lambda x: x[:, :1].expand_as(x),
+    "part of a wider head": lambda x: torch.cat([x, x], -1)[..., 3:19],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("which", range(3))
+def test_parts_read_no_other_memory(which, layout):
+    parts = random(*[(1, 2, 20, 16)] * 3)
+    parts[which] = LAYOUTS[layout](parts[which])
+    seen = torch.ones(20, 20, dtype=torch.bool).tril()
+    expected, expected_lse = softmax_attention(*parts, seen, 0.25)
+    output, lse = attend_part(*parts, 0.25, is_causal=True)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("width", "value_width", "dtypes"),
+    [
+        (16, 24, (torch.float32,) * 3),
+        (16, 16, (torch.float32, torch.float32, torch.float64)),
+        (7, 7, (torch.float32,) * 3),
+    ],
+    ids=["other width", "other dtype", "odd width"],
+)
+def test_parts_that_the_operator_does_not_take_are_computed_in_plain_torch(
+    width, value_width, dtypes
+):
+    shapes = (1, 2, 20, width), (1, 2, 20, width), (1, 2, 20, value_width)
+    parts = [each.to(dtype) for each, dtype in zip(random(*shapes), dtypes, strict=True)]
+    expected, _ = softmax_attention(*parts, torch.ones(20, 20, dtype=torch.bool), 0.25)
+    output, _ = attend_part(*parts, 0.25)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(20, 20, dtype=torch.bool)])
+def test_kernels_of_gpus_run_only_where_torch_would_choose_them(mask):
+    """Tensors on a CPU are such a case: nothing is computed from memory of another device."""
+    assert _on_cuda(*random(*[(1, 2, 20, 16)] * 3), 0.25, False, mask) is None
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -1,74 +1,16 @@
 """Test position maps in whole models against attention that is written out, pair by pair."""
 
-import copy
-import math
 from types import MethodType
 
 import pytest
 import torch
 import transformers
 from helpers.tiny_models import SIZES, TRAINED, forward, make_model, step_by_step, tokens
-from helpers.written_out_maps import (
-    WrittenOutMap,
-    dca,
-    dpe,
-    jet_long,
-    leaky_rerope,
-    lm_infinite,
-    rerope,
-    self_extend,
-    streaming,
-    string,
-)
-from transformers import AttentionInterface
+from helpers.written_out_maps import MAPS, written_out
 
 import rope_patch
 
 LENGTH = 150
-LOG_N = lambda i: max(1.0, math.log(i + 1) / math.log(TRAINED))  # noqa: E731
-ONE = lambda i: 1.0  # noqa: E731
-# Options, the relative position of i and j, the first query that is mapped, the temperature.
-MAPS = {
-    "rerope": ({"window": 20}, lambda i, j: rerope(i, j, 20), TRAINED, LOG_N),
-    "leaky-rerope": (
-        {"window": 20, "k": 4.0, "temperature": "none"},
-        lambda i, j: leaky_rerope(i, j, 20, 4),
-        TRAINED,
-        ONE,
-    ),
-    "self-extend": (
-        {"window": 10, "group": 3},
-        lambda i, j: self_extend(i, j, 10, 3),
-        TRAINED,
-        LOG_N,
-    ),
-    "jet-long": ({"window": 16}, lambda i, j: jet_long(i, j, 16, TRAINED), TRAINED, LOG_N),
-    "dca": ({}, lambda i, j: dca(i, j, 48, 63), TRAINED, LOG_N),
-    "string": (
-        {"offset": 40, "local": 8, "on": "linear:4"},
-        lambda i, j: string(i, j, 40, 8),
-        40,
-        ONE,
-    ),
-    "dpe": (
-        {"groups": [2, 4, 3, 8], "window": 9},
-        lambda i, j: dpe(i, j, 9, (2, 4, 3, 8)),
-        TRAINED,
-        LOG_N,
-    ),
-    "lm-infinite": (
-        {"window": 30, "sinks": 3},
-        lambda i, j: lm_infinite(i, j, 30, 3),
-        30,
-        ONE,
-    ),
-    "streaming": (
-        {"window": 30, "sinks": 3},
-        lambda i, j: streaming(i, j, 30, 3),
-        33,
-        ONE,
-    ),
-}
 
 
 def gpt_oss():
@@ -107,36 +49,6 @@ def use_exact_angles(model):
         if type(module).__name__.endswith("RotaryEmbedding"):
             module.forward = MethodType(exact, module)
     return model
-
-
-def written_out(model, name):
-    """Return a copy of an unpatched model whose attention is written out."""
-    options, relative, start, temperature = MAPS[name]
-    twin = copy.deepcopy(model)
-    if "on" in options:
-        method, factor = options["on"].split(":")
-        rope_patch.patch(twin, method, factor=float(factor))
-    types = getattr(model.config, "layer_types", None) or ["full_attention"]
-    has_windows = "sliding_attention" in types
-    truth = WrittenOutMap(
-        relative,
-        inv_freq(twin),
-        start,
-        temperature,
-        lambda module: not has_windows or types[module.layer_idx] == "full_attention",
-        # With one rotation for all layers, all of them are tempered.
-        is_tempered_everywhere=model.config.model_type != "gemma3_text",
-    )
-    AttentionInterface.register("written_out", truth)
-    twin.set_attn_implementation("written_out")
-    return twin
-
-
-def inv_freq(model):
-    """Return the frequencies of the layers without a window, in float32 as the model has them."""
-    rotary = model.model.rotary_emb
-    buffers = dict(rotary.named_buffers())
-    return buffers.get("full_attention_inv_freq", buffers.get("inv_freq"))
 
 
 def close(got, expected, atol=1e-4):
