@@ -43,7 +43,7 @@ def write(folder, keys, stretches=None, architecture="llama"):
     writer.add_rope_dimension_count(SIZE)
     writer.add_rope_freq_base(1e4)
     writer.add_vocab_size(width)
-    parts = "attn_q attn_k attn_v attn_output ffn_gate ffn_up ffn_down".split()
+    parts = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
     names = ["token_embd", "output", *(f"blk.0.{part}" for part in parts)]
     for name in names:
         writer.add_tensor(f"{name}.weight", rng.normal(size=(width, width)).astype(np.float32))
