@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import rope_patch
 from rope_patch.cli import app
@@ -74,12 +74,7 @@ def test_snippets_run(page, smollm2, tmp_path, monkeypatch, capsys):
     """Execute a page's snippets in order, with a small model's folder for model names."""
     folder = TINY if page.name in SMALLER else smollm2
     monkeypatch.chdir(tmp_path)
-    names = {
-        "rope_patch": rope_patch,
-        "model": AutoModelForCausalLM.from_pretrained(folder),
-        "tokenizer": AutoTokenizer.from_pretrained(folder),
-        "QUICK": QUICK.get(page.name),
-    }
+    names = {"QUICK": QUICK.get(page.name)}  # all other names are the page's own
     for snippet, output in SNIPPET.findall(page.read_text()):
         code = re.sub(
             r'"(HuggingFaceTB/[^"]*|path/or/hub-id|\./my-model)"', repr(str(folder)), snippet
