@@ -96,6 +96,8 @@ ATTENTION = {
     "DeepSeek-V3": 1.0,
     "Laguna": 1.0,
 }
+# Those that dynamic methods follow: up to 5.10, latent attention caches its keys expanded.
+FOLLOWED = [name for name in PUBLISHED if not (name == "DeepSeek-V3" and BEFORE_5_17)]
 HAS_LAYER_TYPES = ("Olmo 3", "Laguna")
 
 

@@ -19,7 +19,9 @@ LONG_FACTOR = [1 + 0.4 * pair for pair in range(8)]  # 8 rotated pairs: head_dim
 SHORT_FACTOR = [1 + 0.05 * pair for pair in range(8)]
 
 OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.1")
-BEFORE_5_17 = Version(transformers.__version__) < Version("5.17")  # 5.10 is the next that is run
+# Releases between the ones that are run: 5.0, 5.10, 5.17, 5.23 and the newest.
+BEFORE_5_17 = Version(transformers.__version__) < Version("5.17")
+BEFORE_5_23 = Version(transformers.__version__) < Version("5.23")
 
 _GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 32}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {

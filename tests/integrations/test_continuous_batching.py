@@ -1,6 +1,5 @@
 """Test transformers' continuous batching: equal to `generate` alone, or refused at its start."""
 
-import inspect
 import threading
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 import transformers
 from helpers.encoded_models import encoded
 from helpers.encoding_models import encoding_model
+from helpers.releases import batching_sizes
 from helpers.tiny_models import BEFORE_5_17, LONG_FACTOR, OLD_TRANSFORMERS, make_generator, tokens
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
@@ -29,17 +29,12 @@ PROMPTS = [  # the second passes 64 tokens while decoding; the last two share tw
 LONG_SET = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": LONG_FACTOR}
 
 
-# Releases up to 5.17 call it by the other name.
-FIELDS = inspect.signature(transformers.ContinuousBatchingConfig).parameters
-PAGE_SIZE = "page_size" if "page_size" in FIELDS else "block_size"
-
-
 def settings(**changes):
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    sizes = {PAGE_SIZE: 32, "num_blocks": 32, "max_batch_tokens": 128, **changes}
+    sizes = {"num_blocks": 32, "max_batch_tokens": 128, **changes}
     return {
         "generation_config": config,
-        "continuous_batching_config": transformers.ContinuousBatchingConfig(**sizes),
+        "continuous_batching_config": batching_sizes(32, **sizes),
     }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from architectures.tiny_architectures import TRAINED, tiny_config, tiny_model
-from helpers.tiny_models import OLD_TRANSFORMERS
+from helpers.releases import IGNORES_MSCALE
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -19,8 +19,6 @@ ORIGINAL, OWN_FACTOR = TRAINED // 4, 4.0
 THETA, PAIRS, LONG = 1e4, 8, 150
 UNSCALED = THETA ** (-np.arange(PAIRS) / PAIRS)
 MSCALES = {"mscale": 0.707, "mscale_all_dim": 0.9}
-# transformers 5.0 ignores mscale in DeepSeek-V2's softmax.
-IGNORES_MSCALE = ("deepseek_v2",) if OLD_TRANSFORMERS else ()
 
 
 def mscale_law(factor, mscale=1.0):

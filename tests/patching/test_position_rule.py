@@ -11,8 +11,10 @@ import torch
 import transformers
 from helpers.encoding_models import encoding_model
 from helpers.no_copies import NoCopies
+from helpers.releases import plain_transformers
 from helpers.tiny_models import (
     LONG_FACTOR,
+    OLD_TRANSFORMERS,
     SIZES,
     TRAINED,
     forward,
@@ -20,7 +22,7 @@ from helpers.tiny_models import (
     padded,
     tokens,
 )
-from helpers.vision_models import text_tokens, vision_model
+from helpers.vision_models import MODEL_TYPES, text_tokens, vision_model
 from torch._dynamo.utils import counters
 
 import rope_patch
@@ -223,6 +225,8 @@ def test_packed_rows(row, name, said):
 
 @pytest.mark.parametrize(("row", "name", "said"), cells("`cu_seq_lens_q` alone"))
 def test_documents_without_positions(row, name, said):
+    if OLD_TRANSFORMERS and "kind" in row:
+        pytest.skip("transformers 5.0 packs no rows of GPT-2's kind")
     model = model_of(row, name)
     borders = torch.tensor([0, 20, 40], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"cu_seq_lens_q.*expected position_ids"):
@@ -259,7 +263,8 @@ def test_jumps(row, name, said, how):
 @pytest.mark.parametrize(("row", "name", "said"), cells("M-RoPE"))
 def test_several_positions_for_a_token(row, name, said, cached):
     """A loop of steps passes positions, as docs/dynamic.md says."""
-    model = vision_model("qwen2_5_vl")
+    # Up to 5.10, Qwen2.5-VL has the sections in its attention, which dynamic methods refuse.
+    model = vision_model(MODEL_TYPES[1] if row == "dynamic" else "qwen2_5_vl")
     if said == REFUSED:
         with pytest.raises(ValueError, match="M-RoPE"):
             ROWS[row][name](model)
@@ -307,6 +312,8 @@ def test_the_page_has_the_tested_cells():
 @torch.no_grad()
 def test_masks_that_go_on_behind_the_tokens(row, kwargs_of_prompt):
     """A static cache has slots for what is to come, and its mask may have columns for them."""
+    if OLD_TRANSFORMERS and "tables" not in row:
+        pytest.skip("transformers 5.0 counts no slot of a static cache that holds padding")
     for name in ROWS[row]:
         model, rows = model_of(row, name), texts_of(row)
         ids, mask = padded(rows, "left")
@@ -361,7 +368,8 @@ def test_counting_waits_for_no_device():
         transformers.StaticCache(config=model.config, max_cache_len=9),
     ]
     for cache in caches:
-        model(ids, past_key_values=cache)
+        with plain_transformers():
+            model(ids, past_key_values=cache)
         longer = torch.ones(2, 6, dtype=torch.long, device="meta")
         arguments = {"input_ids": ids[:, :1], "past_key_values": cache}
         with NoCopies():

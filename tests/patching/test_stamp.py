@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import transformers
+from helpers.releases import prompt_lookup
 from helpers.tiny_models import (
     LONG_FACTOR,
     OLD_TRANSFORMERS,
@@ -239,7 +240,7 @@ def test_cache_layer_with_packed_keys(model):
 
 WAYS = {
     "beams": {"num_beams": 3},
-    "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "prompt lookup": prompt_lookup(4),
     "samples": {"do_sample": True, "num_return_sequences": 3},
     "static": {"cache_implementation": "static", "disable_compile": True},
     "chunks": {"prefill_chunk_size": 8},

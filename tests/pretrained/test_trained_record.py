@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from helpers.releases import plain_transformers
 from helpers.tiny_models import (
     FACTOR,
     LONG,
@@ -108,7 +109,8 @@ def test_unstated_rotation_is_restored_or_replaced_but_never_guessed(method, tmp
     trained = save_trained(tmp_path / "one", method, **arguments)
     loaded = rope_patch.load(tmp_path / "one")
     assert logits(loaded, LONG).equal(logits(trained, LONG))
-    subjects = [plain_model(tmp_path / "one"), loaded]
+    with plain_transformers():  # 5.0 has no rope type for pairs that do not rotate
+        subjects = [plain_model(tmp_path / "one"), loaded]
     for model in subjects:
         before = logits(model)
         with pytest.raises(ValueError, match=rf"trained under {method}.*start='unscaled'"):

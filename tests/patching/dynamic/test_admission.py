@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 from helpers.reference_rerotation import stepped
+from helpers.releases import prompt_lookup
 from helpers.tiny_models import (
+    BEFORE_5_17,
     LONG,
     OLD_TRANSFORMERS,
     SHORT,
@@ -40,7 +42,7 @@ WAYS = {
     "chunks": {"prefill_chunk_size": 16},
     "beams": {"num_beams": 3},
     "sampled": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
-    "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "prompt lookup": prompt_lookup(4),
 }
 
 
@@ -230,7 +232,7 @@ def test_an_emptied_cache_is_admitted_anew(model):
     assert_same(generate(model, ids, past_key_values=cache), expected)
 
 
-@pytest.mark.skipif(OLD_TRANSFORMERS, reason="it caches the keys of latent attention expanded")
+@pytest.mark.skipif(BEFORE_5_17, reason="it caches the keys of latent attention expanded")
 def test_latent_attention_equals_the_static_method_up_to_rounding():
     """There the attention factor multiplies queries, instead of the softmax scale."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from helpers.releases import prompt_lookup
 from helpers.tiny_models import (
     LONG_FACTOR,
     OLD_TRANSFORMERS,
@@ -33,9 +34,8 @@ METHODS = {
     for name, method in registered_methods().items()
     if method.is_dynamic or name.startswith(("mixed", "longrope"))
 }
-LOOKUP = {"prompt_lookup_num_tokens": 10}
-# transformers 5.0 needs an end-of-sequence token for prompt lookup; no test generates 127.
-GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 127 if OLD_TRANSFORMERS else None}
+LOOKUP = prompt_lookup(10)
+GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 def generator(family="llama", layers=1, seed=0):

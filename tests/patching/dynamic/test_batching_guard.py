@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 import transformers
+from helpers.releases import CACHE, batching_sizes
 from helpers.tiny_models import (
     LONG_FACTOR,
     OLD_TRANSFORMERS,
@@ -45,8 +46,8 @@ def settings():
     """Return arguments for a small paged cache; the default one takes most of the memory."""
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = {"num_blocks": 16, "max_batch_tokens": 128}
-    if kind := getattr(transformers, "ContinuousBatchingConfig", None):
-        sizes = kind(page_size=32, **sizes)
+    if hasattr(transformers, "ContinuousBatchingConfig"):
+        sizes = batching_sizes(32, **sizes)
         return {"generation_config": config, "continuous_batching_config": sizes}
     vars(config).update(sizes)
     return {"generation_config": config}
@@ -142,7 +143,7 @@ def test_forward_with_a_paged_cache_is_refused(model):
 def test_a_cache_that_does_not_count_is_refused(model):
     rope_patch.patch(model, "dynamic-yarn")
     with pytest.raises(ValueError, match="does not say how many tokens it holds, in transformers"):
-        model.model(tokens(4), cache=object(), use_cache=False)
+        model.model(tokens(4), **{CACHE: object()}, use_cache=False)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from architectures.tiny_architectures import tiny_model
+from helpers.releases import plain_transformers, require_model
 from helpers.tiny_models import (
     LONG,
     OLD_TRANSFORMERS,
@@ -16,7 +17,7 @@ from helpers.tiny_models import (
     step_by_step,
     tokens,
 )
-from transformers import CONFIG_MAPPING, DynamicCache
+from transformers import DynamicCache
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import rope_patch
@@ -45,16 +46,16 @@ def test_expanded_latent_keys_are_refused():
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
 
 
-@pytest.mark.skipif(OLD_TRANSFORMERS, reason="has no such model")
 def test_several_thetas_in_one_layer_type_are_refused():
+    require_model("granite_swa")
     model = tiny_model("granite_swa", layer_rope_theta=[1e4, 5e5])
     for method in ("linear", "dynamic-linear"):
         with pytest.raises(ValueError, match=r"theta 10000 and 500000 .*layer_rope_theta"):
             rope_patch.patch(model, method, factor=None if method.startswith("dynamic") else 2)
 
 
-@pytest.mark.skipif(OLD_TRANSFORMERS, reason="has no such model")
 def test_thetas_of_layers_change_with_the_config(tmp_path):
+    require_model("granite_swa")
     model = tiny_model("granite_swa", layer_rope_theta=[0, 1e4])
     rope_patch.patch(model, "abf", factor=2)
     model.save_pretrained(tmp_path)
@@ -94,11 +95,12 @@ ONE_ATTENTION = {
 
 @pytest.mark.parametrize("model_type", ONE_ATTENTION)
 def test_cached_keys_are_rerotated(model_type):
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip("this release has no such model")
+    require_model(model_type)
     if OLD_TRANSFORMERS and model_type in ("falcon_h1", "gemma3n_text", "granitemoehybrid"):
         pytest.skip("has a cache class of its own, or asks for a cache to rotate")
     model = tiny_model(model_type, **ONE_ATTENTION[model_type])
+    with plain_transformers():  # some have caches of their own in old releases
+        step_by_step(model, tokens(4), 3)
     windows = set(getattr(model.config, "layer_types", [])) == {"sliding_attention"}
     kinds = ["sliding_attention"] if windows and len(by_layer_type(model)) > 1 else None
     handle = rope_patch.patch(model, "dynamic-linear", layer_types=kinds)

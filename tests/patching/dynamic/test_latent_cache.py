@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import transformers
 from architectures.tiny_architectures import tiny_model
 from helpers.latent_reference import LatentReference
 from helpers.tiny_models import (
     BEFORE_5_17,
+    BEFORE_5_23,
     LONG,
     SHORT,
     assert_close,
@@ -14,15 +14,12 @@ from helpers.tiny_models import (
     step_by_step,
     tokens,
 )
-from packaging.version import Version
 from transformers import CONFIG_MAPPING, DynamicCache, StaticCache
 
 import rope_patch
 
 if BEFORE_5_17:
     pytest.skip("transformers caches expanded keys", allow_module_level=True)
-# 5.17 is run and expands the keys of sparse attention; 5.23 is run and does not.
-EXPANDS_SPARSE = Version(transformers.__version__) < Version("5.23")
 
 DENSE = [
     "axk1",
@@ -38,7 +35,7 @@ SPARSE = ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"]
 
 
 def model_of(model_type):
-    if model_type not in CONFIG_MAPPING or (model_type in SPARSE and EXPANDS_SPARSE):
+    if model_type not in CONFIG_MAPPING or (model_type in SPARSE and BEFORE_5_23):
         pytest.skip("this release has no such model, or caches its keys expanded")
     # Few heads of an indexer often score 0, and the cache's size decides how ties are broken.
     changes = {"index_n_heads": 32} if model_type in SPARSE else {}

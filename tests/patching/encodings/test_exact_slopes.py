@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.encoding_models import encoding_model
 from helpers.no_copies import NoCopies
-from helpers.tiny_models import OLD_TRANSFORMERS
+from helpers.releases import plain_transformers
 from transformers import StaticCache
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
@@ -176,11 +176,12 @@ def test_falcon_equals_its_own_code_without_rounding(implementation, padding, mo
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(OLD_TRANSFORMERS, reason="the models themselves fail with a static cache")
 @pytest.mark.parametrize("family", ["BloomForCausalLM", "MptForCausalLM"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dynamic_slopes_follow_the_tokens_in_a_static_cache(family, dtype):
     model = alibi_model(family).to(dtype)
+    with plain_transformers():
+        model(IDS[:, :20], past_key_values=StaticCache(model.config, max_cache_len=120))
     rope_patch.patch(model, "dynamic-ntk", trained_length=TRAINED)
     for length in (20, 100):
         ids = IDS[:, :length]
@@ -249,17 +250,21 @@ def test_options_that_a_model_does_not_have_are_refused(family, arguments, messa
     assert rope_patch.current(model) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["ntk", "dynamic-ntk"])
-@pytest.mark.parametrize("family", HEAD_FIELDS)
-def test_no_forward_waits_for_the_device(family, method, dtype):
-    if OLD_TRANSFORMERS and family == "FalconForCausalLM":
-        pytest.skip("the model itself fails on this device")
-    model = alibi_model(family).to(dtype)
-    length = {} if method == "dynamic-ntk" else {"factor": FACTOR}
-    rope_patch.patch(model, method, trained_length=TRAINED, **length)
+def assert_no_copies(model):
     model.to("meta")
     ids, mask = IDS.to("meta"), torch.ones_like(IDS, device="meta")
     model(ids, attention_mask=mask)  # what a device keeps from the first forward on
     with NoCopies():
         model(ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["ntk", "dynamic-ntk"])
+@pytest.mark.parametrize("family", HEAD_FIELDS)
+def test_no_forward_waits_for_the_device(family, method, dtype):
+    model = alibi_model(family).to(dtype)
+    with plain_transformers():
+        assert_no_copies(copy.deepcopy(model))
+    length = {} if method == "dynamic-ntk" else {"factor": FACTOR}
+    rope_patch.patch(model, method, trained_length=TRAINED, **length)
+    assert_no_copies(model)
