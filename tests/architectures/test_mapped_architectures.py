@@ -11,9 +11,10 @@ import architectures_page as page
 import pytest
 import torch
 import transformers
-from architectures.tiny_architectures import tiny_model
+from architectures.tiny_architectures import TRAINED, tiny_model
 from helpers.tiny_models import OLD_TRANSFORMERS
 
+import rope_patch
 from rope_patch.transformers_api.caches import cache_in_output
 from rope_patch.transformers_api.forwards import cache_arguments
 
@@ -32,10 +33,10 @@ FLAGS = {
     "gemma3n_text, shared keys": {"num_kv_shared_layers": 2},
     "gemma4_text, bidirectional": {"use_bidirectional_attention": "all"},
     "gemma4_text, shared keys": {"num_kv_shared_layers": 2},
-    "minimax_m3_vl_text, sparse": {"layer_types": ["minimax_m3_sparse", "full_attention"] * 2},
+    "minimax_m3_vl_text, sparse": {"layer_types": ["minimax_m3_sparse", "full_attention"]},
     "qwen2, windows": {
         "use_sliding_window": True,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "layer_types": ["full_attention", "sliding_attention"],
     },
     "zamba2, two blocks": {"num_mem_blocks": 2, "use_shared_attention_adapter": True},
 }
@@ -85,3 +86,32 @@ def prefixed(model, ids, implementation):
     if implementation == "eager":
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     return one_pass(model, ids, attention_mask=mask)
+
+
+def assert_mapped_rightly(name, method):
+    """Assert the claims of the module's docstring, where the plain model makes them true."""
+    model, ids, alone = build(name), tokens(LONG), tokens(SHORT_ROW, 2)
+    default = "sdpa" if model._supports_sdpa else "eager"
+    geometry = next(iter(rope_patch.patching.check(model, "yarn", factor=2).geometries.values()))
+    trained = None if geometry.trained_length == TRAINED else TRAINED
+    first = MAPPED_FROM.get(method, TRAINED)
+    passes = {}
+    for implementation in dict.fromkeys((default, "eager")):
+        model.set_attn_implementation(implementation)
+        plain, plain_prefixed = one_pass(model, ids), prefixed(model, ids, implementation)
+        is_stepwise = name not in NOT_STEPWISE
+        assert is_close(in_chunks(model, ids), plain) is is_stepwise
+        is_padded = name not in NOT_PADDED
+        assert is_close(padded(model, ids), one_pass(model, alone)) is is_padded
+        handle = rope_patch.patch(model, method, trained_length=trained, **MAPS[method])
+        mapped = passes[implementation] = one_pass(model, ids)
+        assert (mapped - plain).abs().max() > 1e-3
+        assert is_close(mapped[:, :first], plain[:, :first]) is not is_bidirectional(name)
+        if is_stepwise:
+            assert is_close(in_chunks(model, ids), mapped)
+        if is_padded:
+            assert is_close(padded(model, ids), one_pass(model, alone))
+        with_prefix = prefixed(model, ids, implementation)
+        assert is_close(with_prefix[:, :first], plain_prefixed[:, :first])
+        handle.undo()
+    assert is_close(passes[default], passes["eager"])

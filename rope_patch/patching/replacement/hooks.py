@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rope_patch.patching.replacement.encoding import AbsoluteEncoding, BiasEncoding, Encoding, Span
+from rope_patch.transformers_api.attention_functions import has_causality
 from rope_patch.transformers_api.caches import is_paged, require_counted_cache
 from rope_patch.transformers_api.forwards import (
     MASK,
@@ -106,6 +107,12 @@ class AttentionHook:
     def _mask(self, attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """Return the mask of a call with the bias in it, `[B or 1, H, Q, K]`."""
         given: Any = kwargs.get(MASK)
+        if given is None and not has_causality(attention, kwargs):
+            raise Refused(
+                f"{type(attention).__name__} attends to later tokens (is_causal is False), for "
+                f"which the encoding {self.encoding.name!r} has no distance: expected attention to "
+                "earlier tokens alone"
+            )
 
         def compute(span: Span) -> torch.Tensor:
             mask = span.keys <= span.queries[:, None] if given is None else given
