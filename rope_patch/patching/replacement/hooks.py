@@ -101,18 +101,26 @@ class AttentionHook:
             if implementation in BY_BIAS:
                 kwargs["position_bias"] = self._position_bias(attention, hidden, kwargs)
             else:
+                self._require_causality(attention, implementation, kwargs)
                 kwargs[MASK] = self._mask(attention, hidden, kwargs)
         return args, kwargs
 
-    def _mask(self, attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Return the mask of a call with the bias in it, `[B or 1, H, Q, K]`."""
-        given: Any = kwargs.get(MASK)
-        if given is None and not has_causality(attention, kwargs):
+    def _require_causality(
+        self, attention: Any, implementation: str, kwargs: dict[str, Any]
+    ) -> None:
+        """Raise if queries see all keys, as they do in eager attention without a mask."""
+        if kwargs.get(MASK) is None and (
+            implementation == "eager" or not has_causality(attention, kwargs)
+        ):
             raise Refused(
                 f"{type(attention).__name__} attends to later tokens (is_causal is False), for "
                 f"which the encoding {self.encoding.name!r} has no distance: expected attention to "
                 "earlier tokens alone"
             )
+
+    def _mask(self, attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return the mask of a call with the bias in it, `[B or 1, H, Q, K]`."""
+        given: Any = kwargs.get(MASK)
 
         def compute(span: Span) -> torch.Tensor:
             mask = span.keys <= span.queries[:, None] if given is None else given
