@@ -97,9 +97,13 @@ def require_known_attention(function: Any, what: str, instead: str) -> str:
     if kind is None:
         while isinstance(function, functools.partial):
             function = function.func
-        owner = getattr(function, "__self__", None)
-        name = type(owner).__name__ if owner is not None else ""
-        name = name or getattr(function, "__qualname__", type(function).__name__)
+        if (owner := getattr(function, "__self__", None)) is not None:
+            raise Refused(
+                f"{what} stands in for the attention function, and {type(owner).__name__} of "
+                f"{type(owner).__module__} changes what that function is given: undo that first, "
+                f"or {instead}"
+            )
+        name = getattr(function, "__qualname__", type(function).__name__)
         raise Refused(
             f"{what} stands in for the attention function, and {name} of "
             f"{getattr(function, '__module__', 'an unknown module')} is none that it knows: "
