@@ -205,6 +205,15 @@ def present_function(attention: nn.Module, without: tuple[type, ...]) -> Any:
     return function
 
 
+def layer_index(attention: Any, layers: int) -> int | None:
+    """Return which of some layers an attention belongs to; None where it does not say.
+
+    An attention that serves several layers has the index -1 (Zamba 2).
+    """
+    index = getattr(attention, "layer_idx", None)
+    return index if isinstance(index, int) and 0 <= index < layers else None
+
+
 def intercept(attention: nn.Module, interceptor: Interceptor, undo_log: UndoLog) -> None:
     """Have an attention call an interceptor, inside whatever this package installed before."""
     slot = forward_attribute(attention)
@@ -230,5 +239,5 @@ def _is_extended(attention: Any, config: Any, geometries: dict[str | None, Geome
     if None in geometries:
         return True
     layer_types = getattr(config, "layer_types", None) or []
-    index = getattr(attention, "layer_idx", None)
-    return isinstance(index, int) and index < len(layer_types) and layer_types[index] in geometries
+    index = layer_index(attention, len(layer_types))
+    return index is not None and layer_types[index] in geometries

@@ -79,6 +79,7 @@ class PositionRule:
         positions = counted_positions(call)
         if positions is None:
             return None
+        _require_no_padding_of_indexers(reader, call)
         if not torch.compiler.is_compiling():
             self._thread.counted = weakref.ref(positions)
         return with_position_ids(reader, args, kwargs, positions)
@@ -140,6 +141,26 @@ def install_position_rule(
         counts = counts and POSITIONS in parameter_names(reader)
         undo_log.hook(reader, before=rule.count if counts else rule.require_whole)
     return rule
+
+
+def _require_no_padding_of_indexers(reader: nn.Module, call: ForwardCall) -> None:
+    """Raise for padding ahead of tokens where an indexer takes positions for slots (MiniMax M3).
+
+    It gets positions and no mask, and hides the keys in slots above a query's position.
+    """
+    indexers = [
+        type(module).__name__
+        for module in reader.modules()
+        if type(module).__name__.endswith("Indexer")
+        and POSITIONS in parameter_names(module)
+        and MASK not in parameter_names(module)
+    ]
+    mask = call.attention_mask
+    if indexers and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise Refused(
+            f"{indexers[0]} takes a token's position for its slot, and attention_mask has padding "
+            "ahead of tokens: expected padding on the right, or rows one by one"
+        )
 
 
 def counted_positions(call: ForwardCall) -> torch.Tensor | None:

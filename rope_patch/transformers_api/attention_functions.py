@@ -97,9 +97,13 @@ def require_known_attention(function: Any, what: str, instead: str) -> str:
     if kind is None:
         while isinstance(function, functools.partial):
             function = function.func
-        owner = getattr(function, "__self__", None)
-        name = type(owner).__name__ if owner is not None else ""
-        name = name or getattr(function, "__qualname__", type(function).__name__)
+        if (owner := getattr(function, "__self__", None)) is not None:
+            raise Refused(
+                f"{what} stands in for the attention function, and {type(owner).__name__} of "
+                f"{type(owner).__module__} changes what that function is given: undo that first, "
+                f"or {instead}"
+            )
+        name = getattr(function, "__qualname__", type(function).__name__)
         raise Refused(
             f"{what} stands in for the attention function, and {name} of "
             f"{getattr(function, '__module__', 'an unknown module')} is none that it knows: "
@@ -151,9 +155,7 @@ def read_call(
             f"{installed_release()}, which {what} does not know: {instead}"
         )
     steps, slots = query.shape[2], key.shape[2]
-    scaling, is_causal = given.get("scaling"), given.get("is_causal")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+    scaling, is_causal = given.get("scaling"), has_causality(module, given)
     is_dropped = module.training or kind != "eager"  # eager attention asks the module
     first_ahead, documents = None, None
     if kind == "sdpa" and mask is None and is_causal and steps > 1:
@@ -177,6 +179,17 @@ def read_call(
         documents=documents,
         returns_weights=kind == "eager",
     )
+
+
+def has_causality(module: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Return whether SDPA and flash attention hide later keys where no mask does.
+
+    Args:
+        module: The attention.
+        arguments: The function's, or those of the attention's forward, which hands them on.
+    """
+    is_causal = arguments.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _names_read(function: Any, kind: str) -> frozenset[str]:

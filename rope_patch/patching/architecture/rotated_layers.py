@@ -80,7 +80,9 @@ def _layers_that_rotate(
                     f"{type(module).__name__} rotates only if {condition}: layers that do not "
                     f"rotate {CANNOT_FOLLOW_YET}"
                 )
-            rotates[layer] &= value is expected
+            # An attention that serves several layers has the index -1 (Zamba 2).
+            for index in [layer] if layer >= 0 else range(len(rotates)):
+                rotates[index] &= value is expected
     return rotates
 
 

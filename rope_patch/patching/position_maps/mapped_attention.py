@@ -16,6 +16,7 @@ from rope_patch.patching.architecture.rotated_layers import rotated_layer_types
 from rope_patch.patching.attention_interception import (
     find_attentions,
     intercept,
+    layer_index,
     present_function,
 )
 from rope_patch.patching.mla_scale import find_mla_attentions
@@ -137,8 +138,8 @@ def find_mapped_attentions(
         types = rotated_layer_types(traits.require_decoder(is_owner=False), traits.config)
         members = []
         for attention in attentions:
-            index: Any = getattr(attention, "layer_idx", None)
-            layer_type = types[index] if isinstance(index, int) and index < len(types) else None
+            index = layer_index(attention, len(types))
+            layer_type = None if index is None else types[index]
             if layer_type in geometries and not _has_window(config, index):
                 present = present_function(attention, (MappedAttention, QueryScaling))
                 require_known_attention(present, _WHAT, _OTHER_METHODS)
@@ -152,10 +153,10 @@ def find_mapped_attentions(
     return sites
 
 
-def _has_window(config: Any, layer: Any) -> bool:
+def _has_window(config: Any, layer: int | None) -> bool:
     """Return whether a layer sees the last keys alone."""
     types = getattr(config, "layer_types", None)
-    if types and isinstance(layer, int) and layer < len(types):
+    if types and layer is not None and layer < len(types):
         return any(name in str(types[layer]) for name in ("sliding", "chunked"))
     return getattr(config, "sliding_window", None) is not None
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rope_patch.patching.replacement.encoding import AbsoluteEncoding, BiasEncoding, Encoding, Span
+from rope_patch.transformers_api.attention_functions import has_causality
 from rope_patch.transformers_api.caches import is_paged, require_counted_cache
 from rope_patch.transformers_api.forwards import (
     MASK,
@@ -100,8 +101,22 @@ class AttentionHook:
             if implementation in BY_BIAS:
                 kwargs["position_bias"] = self._position_bias(attention, hidden, kwargs)
             else:
+                self._require_causality(attention, implementation, kwargs)
                 kwargs[MASK] = self._mask(attention, hidden, kwargs)
         return args, kwargs
+
+    def _require_causality(
+        self, attention: Any, implementation: str, kwargs: dict[str, Any]
+    ) -> None:
+        """Raise if queries see all keys, as they do in eager attention without a mask."""
+        if kwargs.get(MASK) is None and (
+            implementation == "eager" or not has_causality(attention, kwargs)
+        ):
+            raise Refused(
+                f"{type(attention).__name__} attends to later tokens (is_causal is False), for "
+                f"which the encoding {self.encoding.name!r} has no distance: expected attention to "
+                "earlier tokens alone"
+            )
 
     def _mask(self, attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """Return the mask of a call with the bias in it, `[B or 1, H, Q, K]`."""
