@@ -24,6 +24,7 @@ class _Layout(NamedTuple):
     interleaved: bool
     heads_dim: int
     conjugate: bool = False  # rotate backwards, as for gradients
+    wide: bool = True  # compute in float32 and round once
 
 
 def rope_from_cos_sin(
@@ -36,10 +37,12 @@ def rope_from_cos_sin(
     heads_dim: int = 1,
     repeated: bool = True,
     may_overwrite: bool = False,
+    wide: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate queries and keys by the cos and sin of a transformers rotary module.
 
-    In float32 the result equals transformers' own `apply_rotary_pos_emb` to the bit.
+    In float32, and with `wide=False` in 16 bits, the result equals transformers' own
+    `apply_rotary_pos_emb` to the bit.
 
     Args:
         q: Queries, `[B, H, S, D]`.
@@ -53,12 +56,14 @@ def rope_from_cos_sin(
             each pair, `[..., R / 2]`, like the first half of GLM's.
         may_overwrite: Whether nothing reads q and k afterwards. Large ones are then overwritten
             where they need no gradient, which saves the page faults of fresh memory.
+        wide: Whether to compute in float32 or wider, and to round once. If not, each product and
+            the sum are rounded to the dtype of q and cos, as transformers' most functions do.
 
     Returns:
-        Both, in their dtypes and memory layouts, or q and k themselves if overwritten; computed in
-        float32 or wider and rounded once. Dimensions beyond the first R keep their values.
+        Both, in their dtypes and memory layouts, or q and k themselves if overwritten. Dimensions
+        beyond the first R keep their values.
     """
-    if _needs_reference(q, k, cos, sin):
+    if needs_reference(q, k, cos, sin):
         layout = _Layout(interleaved, heads_dim)
         pairs = (_pairs(c, layout)[0] if repeated else c for c in (cos, sin))
         cos, sin = (c.unsqueeze(heads_dim) for c in pairs)
@@ -67,13 +72,14 @@ def rope_from_cos_sin(
     if not repeated:
         dim = -1 if interleaved else -2
         cos, sin = (torch.stack((c, c), dim).flatten(-2) for c in (cos, sin))
-    layout = _Layout(interleaved, heads_dim)
+    layout = _Layout(interleaved, heads_dim, wide=wide)
     if may_overwrite and not (torch.is_grad_enabled() and _requires_grad(q, k)):
         return _rotate_both(q, k, cos, sin, layout, may_overwrite=True)
     return _rotate_differentiably(q, k, cos, sin, layout)
 
 
-def _needs_reference(q: Any, k: Any, cos: Any, sin: Any) -> bool:
+def needs_reference(q: Any, k: Any, cos: Any, sin: Any) -> bool:
+    """Return whether only plain torch without `out=` can rotate these tensors."""
     return (
         torch.compiler.is_compiling()
         or needs_plain_torch()
@@ -125,7 +131,8 @@ def _rotate_both(
     cos, sin = cos.unsqueeze(layout.heads_dim), sin.unsqueeze(layout.heads_dim)
     if q is not None and k is not None and q.numel() + k.numel() <= _JOINED_NUMEL:
         return _rotate_joined(q, k, cos, sin, layout)
-    cos, sin = _upcast(cos), _upcast(sin)
+    if layout.wide:
+        cos, sin = _upcast(cos), _upcast(sin)
     rotated = [x if x is None or may_overwrite else torch.empty_like(x) for x in (q, k)]
     for x, out in zip((q, k), rotated, strict=True):
         if x is not None and x.numel() and cos.numel():
@@ -134,7 +141,8 @@ def _rotate_both(
 
 
 def _rotate_joined(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, layout: _Layout) -> Any:
-    wide = _upcast(torch.cat((q, k), dim=layout.heads_dim))
+    wide = torch.cat((q, k), dim=layout.heads_dim)
+    wide = _upcast(wide) if layout.wide else wide
     part = wide if cos.shape[-1] == wide.shape[-1] else wide[..., : cos.shape[-1]]
     by_sin = part * sin
     _add_products(_pairs(part.mul_(cos), layout), _pairs(by_sin, layout), layout)
@@ -155,7 +163,7 @@ def _rotate_into(
             out[..., rotary_dim:].copy_(x[..., rotary_dim:])
     tokens = x.shape[tokens_dim]
     size = min(tokens, max(1, _BLOCK_NUMEL * tokens // part.numel()))
-    dtype = torch.promote_types(x.dtype, cos.dtype)  # cos is wide
+    dtype = torch.promote_types(x.dtype, cos.dtype)
     # All blocks share the temporaries: fresh memory for each would cost page faults.
     by_sin = torch.empty_like(part.narrow(tokens_dim, 0, size), dtype=dtype)
     wide = by_sin if dtype == x.dtype else torch.empty_like(by_sin)

@@ -334,7 +334,14 @@ class Patch:
             watch_generate(model, plan.length_hooks, self._undo_log)
             watch_admission(model, plan.length_hooks, self._undo_log)
             for site in plan.rotation_sites:
-                install_kernels(site, plan.extension.kernels, self._undo_log)
+                lengths = [h for _, _, h in plan.length_hooks if site.rotary in h.rotaries]
+                install_kernels(
+                    site,
+                    plan.extension.kernels,
+                    self._undo_log,
+                    keeps_bits=lengths[0].keeps_bits if lengths else None,
+                    has_position_map=plan.position_map is not None,
+                )
             if (position_map := plan.position_map) is not None:
                 self._position_hooks = install_position_map(
                     plan.mapped_sites,

@@ -59,6 +59,7 @@ class FrequencyTable:
         )
         self.row_width = ends[-1] + len(self.softmax_columns)
         self._rows: dict[float, torch.Tensor] = {}
+        self._is_plain: dict[float, bool] = {}
         self._rows_on_device: dict[Any, torch.Tensor] = {}
         self._last_split: dict[str | None, Any] = {}
 
@@ -80,16 +81,30 @@ class FrequencyTable:
         if row is None:
             if len(self._rows) > 256:  # growth="exact" needs a new row for every token
                 self._rows.clear()
+                self._is_plain.clear()
             row = self._rows[reach] = torch.cat(
                 [self._layer_type_row(layer_type, reach) for layer_type in self.slices]
                 + [self._softmax_factor(layer_type, reach) for layer_type in self.softmax_columns]
             )
         return row
 
+    def is_plain(self, reach: float) -> bool:
+        """Return whether sequences up to `reach` rotate by the unpatched model's frequencies."""
+        if reach not in self._is_plain:
+            row = self.row(reach)
+            own = [self.before[layer_type] for layer_type in self.slices]
+            plain = torch.cat([self._as_row(each) for each in own])
+            self._is_plain[reach] = row[: len(plain)].equal(plain)
+        return self._is_plain[reach]
+
     def _layer_type_row(self, layer_type: str | None, reach: float) -> torch.Tensor:
         frequencies = self.method.frequencies_at(self.geometries[layer_type], reach)
         if frequencies.close_to(self.before[layer_type]):  # the same bits as the unpatched model
             frequencies = self.before[layer_type]
+        return self._as_row(frequencies)
+
+    @staticmethod
+    def _as_row(frequencies: Frequencies) -> torch.Tensor:
         factor = torch.tensor([frequencies.attention_factor], dtype=torch.float64, device="cpu")
         return torch.cat([frequencies.inv_freq.double(), factor])
 

@@ -88,6 +88,7 @@ class ForwardState(threading.local):
 
     Attributes:
         rows: The rows' frequencies, `[B, F]`; None outside of the decoder's forward.
+        reaches: The length that each row's frequencies serve, as of the last update.
         pending_record: The record of a cache that the decoder has yet to make.
         saved_buffer: (name, original buffer, lock held), which `after_rotary` must restore; None
             outside of the rotary module's forward.
@@ -95,6 +96,7 @@ class ForwardState(threading.local):
 
     def __init__(self) -> None:
         self.rows: torch.Tensor | None = None
+        self.reaches: list[float] = []
         self.pending_record: RotationRecord | None = None
         self.saved_buffer: tuple[str, torch.Tensor, bool] | None = None
 
@@ -329,7 +331,7 @@ class LengthHooks:
                 lowest, highest = token_extents(new_positions)
             self.generation_loop.note_positions(highest)
             if not self.admission.is_new and extend_spans(row_spans, lowest, highest):
-                return self.frequency_table.rows_on(row_spans[:, 2].tolist(), positions.device)
+                return self._rows_on(row_spans[:, 2].tolist(), positions.device)
         if self.fixed_length is not None:
             row_spans[:, :2] = UNKNOWN
             valid_untils = [self.frequency_table.valid_until(self.fixed_length)] * len(row_spans)
@@ -352,7 +354,15 @@ class LengthHooks:
             self._rerotate(cached(), frequencies, new_frequencies, rerotated)
             frequencies.copy_(new_frequencies)
         row_spans[:, 2] = torch.tensor(valid_untils, dtype=torch.float64, device="cpu")
-        return self.frequency_table.rows_on(valid_untils, positions.device)
+        return self._rows_on(valid_untils, positions.device)
+
+    def keeps_bits(self) -> bool:
+        """Return whether some row of the present forward has the plain model's frequencies."""
+        return any(map(self.frequency_table.is_plain, self._state.reaches))
+
+    def _rows_on(self, reaches: list[float], device: torch.device) -> torch.Tensor:
+        self._state.reaches = reaches
+        return self.frequency_table.rows_on(reaches, device)
 
     def frequencies(self, length: float) -> dict[str | None, Frequencies]:
         """Return the frequencies of a sequence of `length` tokens, by layer type that changes."""

@@ -7,6 +7,7 @@ class or the function are not affected.
 
 from __future__ import annotations
 
+import functools
 import types
 from abc import ABC, abstractmethod
 from typing import Any
@@ -15,13 +16,13 @@ import torch
 from torch import nn
 
 from rope_patch.ops import qk_norm_rope, rope
-from rope_patch.ops.cpu import rope_from_cos_sin
-from rope_patch.ops.modes import needs_plain_torch
+from rope_patch.ops.cpu import needs_reference, rope_from_cos_sin
 from rope_patch.patching.architecture.attention_source import (
     APPLY,
     inspect_forward,
     undecorated_forward,
 )
+from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.kernels.cache_write import CacheWrite, active
 from rope_patch.patching.kernels.deferred_norms import (
     DeferrableNorms,
@@ -198,13 +199,19 @@ class PatchedAttentionForward(ReboundForward):
         heads_dim: int,
         may_overwrite: bool,
     ) -> Any:
-        tensors = (q, cos, sin) if k is None else (q, k, cos, sin)
-        if q.device.type != "cpu" or torch.compiler.is_compiling() or needs_plain_torch():
-            return self._original_apply(*tensors, unsqueeze_dim=heads_dim)
-        if self.halve_tables:
-            cos, sin = (c[..., : c.shape[-1] // 2] for c in (cos, sin))
+        """Rotate to the bits of transformers' own function."""
+        apply = self._original_apply
         options: Any = {"heads_dim": heads_dim, "repeated": not self.halve_tables}
-        options |= {"interleaved": self.interleaved, "may_overwrite": may_overwrite}
+        options |= {"interleaved": self.interleaved}
+        wide = None
+        if not needs_reference(q, k, cos, sin):
+            types = (q.dtype, cos.dtype, q.shape[-1], cos.shape[-1])
+            wide = _is_rounded_once(apply, k is None, *types, *options.values())
+        if wide is None:
+            tensors = (q, cos, sin) if k is None else (q, k, cos, sin)
+            return apply(*tensors, unsqueeze_dim=heads_dim)
+        cos, sin = _halved(cos, sin) if self.halve_tables else (cos, sin)
+        options |= {"may_overwrite": may_overwrite, "wide": wide}
         rotated = rope_from_cos_sin(q, k, cos, sin, **options)
         return rotated[0] if k is None else rotated
 
@@ -222,6 +229,49 @@ class PatchedAttentionForward(ReboundForward):
         # Replicas defer no norms: their weights are no parameters.
         forward.__setstate__({**self.__getstate__(), "module": replica, "norms": None})
         return forward
+
+
+def _halved(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
+
+
+@functools.cache
+@torch_defaults()
+def _is_rounded_once(
+    apply: Any,
+    one_tensor: bool,
+    dtype: torch.dtype,
+    tables_dtype: torch.dtype,
+    head_dim: int,
+    tables_width: int,
+    heads_dim: int,
+    repeated: bool,
+    interleaved: bool,
+) -> bool | None:
+    """Return how a model's `apply_rotary_pos_emb` rounds, found by calling it.
+
+    Returns:
+        Whether `rope_from_cos_sin` gives its bits with `wide`; None if with neither value.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 2, 64, head_dim) if heads_dim == 1 else (1, 64, 2, head_dim)
+    x = torch.randn(shape, generator=generator).to(dtype)
+    angle = torch.rand(1, 64, tables_width // 2, generator=generator) * 6
+    angle = angle.repeat_interleave(2, -1) if interleaved and repeated else angle.repeat(1, 1, 2)
+    cos, sin = angle.cos().to(tables_dtype), angle.sin().to(tables_dtype)
+    try:
+        given = (x.clone(), cos, sin) if one_tensor else (x.clone(), x.clone(), cos, sin)
+        expected = apply(*given, unsqueeze_dim=heads_dim)
+    except (TypeError, ValueError, RuntimeError):
+        return True  # it cannot run on a CPU (Liger), so there are no bits to keep
+    expected = expected if one_tensor else expected[0]
+    tables = (cos, sin) if repeated else _halved(cos, sin)
+    options: Any = {"heads_dim": heads_dim, "repeated": repeated, "interleaved": interleaved}
+    for wide in (False, True):
+        got = rope_from_cos_sin(x, None, *tables, wide=wide, **options)[0]
+        if got.dtype == expected.dtype and got.equal(expected):
+            return wide
+    return None
 
 
 def install_attention_forward(

@@ -111,13 +111,16 @@ class DeferrableNorms:
     def apply(
         self, q: torch.Tensor, k: torch.Tensor, weights: Weights, heads_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys, normed in plain torch."""
-        options: Any = {"eps": self.eps(), "offset": self.spec.offset, "heads_dim": heads_dim}
-        q_weight, k_weight = split_heads(weights, q.shape[-1])
-        return (
-            rms_norm(q, q_weight, **options).to(q.dtype),
-            rms_norm(k, k_weight, **options).to(k.dtype),
-        )
+        """Return queries and keys, normed by the norms themselves, whose bits they get."""
+        if all(len(weight) == q.shape[-1] for weight in weights):
+            return self.modules[0](q), self.modules[1](k)
+        # All heads of a token are normed together, in its own memory.
+        tokens = [x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k)]
+        normed = [
+            norm(x.flatten(2)).view(x.shape) for norm, x in zip(self.modules, tokens, strict=True)
+        ]
+        q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in normed)
+        return q, k
 
     def retire(self) -> None:
         """Defer no norms from now on: the patch is undone, but a wrapper still calls this."""

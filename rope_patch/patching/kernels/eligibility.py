@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,12 +152,30 @@ def summarize_kernels(kernels: str, sites: list[RotationSite]) -> KernelSummary:
     )
 
 
-def install_kernels(site: RotationSite, kernels: str, undo_log: UndoLog) -> None:
-    """Install this package's rotation at a site."""
+def install_kernels(
+    site: RotationSite,
+    kernels: str,
+    undo_log: UndoLog,
+    *,
+    keeps_bits: Callable[[], bool] | None = None,
+    has_position_map: bool = False,
+) -> None:
+    """Install this package's rotation at a site.
+
+    Args:
+        site: The site.
+        kernels: See `rope_patch.patch`.
+        undo_log: Log of the changes.
+        keeps_bits: Returns whether a row of the present forward has the plain model's rotation,
+            whose bits it keeps with "auto".
+        has_position_map: Whether all texts rotate as in the plain model, and short ones keep its
+            bits with "auto".
+    """
     for attention in site.attentions:
         install_attention_forward(attention, kernels, site.interleaved, site.halve_tables, undo_log)
-    if site.uses_passthrough:
+    if site.uses_passthrough and not (has_position_map and kernels == "auto"):
         module: Any = site.rotary.module
         slot = forward_attribute(module)
         own = getattr(module, slot)
-        undo_log.set(module, slot, PositionPassthrough(module, site.rotary.prefixes, own, kernels))
+        passthrough = PositionPassthrough(module, site.rotary.prefixes, own, kernels, keeps_bits)
+        undo_log.set(module, slot, passthrough)

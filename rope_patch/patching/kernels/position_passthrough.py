@@ -6,6 +6,7 @@ them. If that function is ours, two other tensors can be passed in their place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,8 @@ def _version(x: Any) -> int:
 class PositionPassthrough:
     """A rotary module's forward that returns positions and packed frequencies for our kernels.
 
-    Returns cos and sin of the original forward where our kernels do not run.
+    Returns cos and sin of the original forward where our kernels do not run, and where a sequence
+    is to keep the bits of the plain model, which no other rounding gives.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class PositionPassthrough:
         prefixes: dict[str | None, str],
         original_forward: Any,
         kernels: str,
+        keeps_bits: Callable[[], bool] | None = None,
     ) -> None:
         self.module = module
+        self.keeps_bits = keeps_bits
         self.attribute_names = {
             layer_type: (f"{prefix}inv_freq", f"{prefix}attention_scaling")
             for layer_type, prefix in prefixes.items()
@@ -83,7 +87,8 @@ class PositionPassthrough:
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not use_exact_positions(x, self.kernels):
+        plain = self.kernels == "auto" and self.keeps_bits is not None and self.keeps_bits()
+        if plain or not use_exact_positions(x, self.kernels):
             return self.original_forward(x, position_ids, *args, **kwargs)
         layer_type = next(iter((*args, *kwargs.values())), None)  # whatever its name
         return position_ids, self.packed_frequencies(layer_type, x.device)
