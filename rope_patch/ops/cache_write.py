@@ -16,7 +16,7 @@ from rope_patch.ops.kernel_variant import (
     norm_fields,
     variant_fields,
 )
-from rope_patch.ops.validation import validate_cache, validate_shapes
+from rope_patch.ops.validation import may_share_memory, validate_cache, validate_shapes
 
 
 def rope_into_cache(
@@ -62,7 +62,7 @@ def rope_into_cache(
         sections: See `rope`.
         interleaved: See `rope`.
         heads_dim: Dimension of the heads of q, k and v: 2, or 1 for `[B, H, S, D]`.
-        out: Where to write rotated queries, a tensor like q; it may be q.
+        out: Where to write rotated queries, a tensor like q; it may be q, or overlap any input.
         kernels: See `rope`.
 
     Returns:
@@ -73,7 +73,9 @@ def rope_into_cache(
             required.
     """
     inputs = (q, k, v, key_cache, value_cache)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*inputs, q_weight, k_weight)
+    ):
         raise ValueError(
             "rope_into_cache has no gradients, and a tensor requires them: call it under "
             "torch.no_grad(), or call rope and write into the cache"
@@ -86,7 +88,10 @@ def rope_into_cache(
     is_triton = dispatch.use_triton(q, kernels) and not torch.compiler.is_compiling()
     dtype = q.dtype
     if not (
-        is_triton and k.dtype == v.dtype == dtype and key_cache.dtype == value_cache.dtype == dtype
+        is_triton
+        and k.dtype == v.dtype == dtype
+        and key_cache.dtype == value_cache.dtype == dtype
+        and not _reads_what_it_writes(*inputs, out)
     ):
         return _write_in_plain_torch(kernels, *arguments)
     op = ROPE_INTO_CACHE if norms is None else QK_NORM_ROPE_INTO_CACHE
@@ -108,6 +113,28 @@ def rope_into_cache(
     changed = [key_cache, value_cache] if out is None else [key_cache, value_cache, out]
     torch.autograd.graph.increment_version(changed)
     return dispatch.kernel_module("cache_write").launch(*arguments)
+
+
+def _reads_what_it_writes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor | None,
+) -> bool:
+    """Return whether one launch would overwrite what others of its programs still read.
+
+    Plain torch reads everything before it writes, or raises where that is not enough.
+    """
+    inputs = (q, k, v, key_cache, value_cache)
+    if out is None or out is q:
+        if len({x.untyped_storage().data_ptr() for x in inputs}) == len(inputs):
+            return False
+        written = (key_cache, value_cache) if out is None else (key_cache, value_cache, q)
+    else:
+        written = (key_cache, value_cache, out)
+    return any(may_share_memory(x, y) for x in written for y in inputs if x is not y)
 
 
 def _write_in_plain_torch(

@@ -28,7 +28,7 @@ from rope_patch.ops.kernel_variant import (
 from rope_patch.ops.modes import is_interpreted, needs_plain_torch
 from rope_patch.ops.output_inversion import can_recompute_from_output
 from rope_patch.ops.transfer import copy_to_device
-from rope_patch.ops.validation import validate_shapes
+from rope_patch.ops.validation import may_share_memory, overlaps_itself, validate_shapes
 
 logger = logging.getLogger("rope_patch")
 
@@ -137,8 +137,8 @@ def rope(
         interleaved: Whether a pair is two neighbours (GPT-J, Cohere) rather than the same index in
             both halves of the rotated dimensions (Llama).
         heads_dim: Dimension of the heads: 2, or 1 for `[B, H, S, D]`.
-        inplace: Overwrite q and k, and tell autograd. If their old values are needed, the backward
-            pass raises; leaves that require gradients raise at once.
+        inplace: Overwrite q and k, which must not overlap, and tell autograd. If their old values
+            are needed, the backward pass raises; leaves that require gradients raise at once.
         kernels: "auto", "reference" for plain torch, or "triton".
 
     Returns:
@@ -152,6 +152,8 @@ def rope(
         raise ValueError(
             "positions and packed_freqs are needed: see rope_patch.ops.pack_frequencies"
         )
+    if inplace:
+        _require_own_memory(q, k)
     rest = (positions, packed_freqs, sections, interleaved, heads_dim)
     if not use_triton(q, kernels):
         return plain_torch.rope(q, k, *rest, inplace, kernels)
@@ -247,6 +249,8 @@ def qk_norm_rope(
             "inplace=True overwrites q and k, which gradients need: call qk_norm_rope in place "
             "under torch.no_grad() only"
         )
+    if inplace:
+        _require_own_memory(q, k)
     rest = (
         q, k, q_weight, k_weight, positions, packed_freqs, sections, eps, offset, interleaved,
         heads_dim,
@@ -322,7 +326,7 @@ def rerotate_(
     if difference.device.type == "cpu":
         difference = copy_to_device(difference, layers[0].device)
     groups = []
-    if all(use_triton(keys, kernels) for keys in layers):
+    if all(use_triton(keys, kernels) and not overlaps_itself(keys) for keys in layers):
         groups = _kernel_modules["rerotate"].group_layers(layers)
     if not groups or not all(
         _can_rerotate(group, positions, difference, interleaved, kernels) for group in groups
@@ -335,6 +339,17 @@ def rerotate_(
     for group in groups:
         _kernel_modules["rerotate"].launch(group, positions, difference, interleaved)
         torch.autograd.graph.increment_version(group)  # as any in-place operation does
+
+
+def _require_own_memory(q: torch.Tensor, k: torch.Tensor | None) -> None:
+    """Raise if overwriting q and k would overwrite what is still read."""
+    if torch.compiler.is_compiling() or type(q) not in _PLAIN_TYPES or needs_plain_torch():
+        return  # tensors without memory, whose results are new tensors first
+    if overlaps_itself(q) or (k is not None and (overlaps_itself(k) or may_share_memory(q, k))):
+        raise ValueError(
+            "inplace=True needs q and k in memory that does not overlap, for every element (an "
+            "expanded tensor has none): leave inplace out, or clone() them first"
+        )
 
 
 def _can_rerotate(

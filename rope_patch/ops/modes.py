@@ -32,6 +32,23 @@ def has_global_hooks() -> bool:
     )
 
 
+def require_first_order(name: str, instead: str) -> None:
+    """Raise in a backward pass whose gradients are to be differentiated (`create_graph=True`).
+
+    `once_differentiable` of torch raises only where the incoming gradient has one itself, and drops
+    the second derivative of a loss that is linear in the output.
+
+    Args:
+        name: What has first derivatives alone.
+        instead: What to do.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} has first derivatives alone, and create_graph=True asks for a second one: "
+            f"{instead}"
+        )
+
+
 def is_interpreted() -> bool:
     """Return whether Triton interprets kernels on the CPU, slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -103,12 +105,60 @@ def validate_cache(
                 f"{name} must be [{batch}, {heads}, slots, {dim}] with as many slots as the other "
                 f"cache, got {_shape(cache)}"
             )
+    for name, written in (("key_cache", key_cache), ("value_cache", value_cache), ("out", out)):
+        if written is not None and overlaps_itself(written):
+            raise ValueError(
+                f"{name} must have memory of its own for every element, got strides "
+                f"{list(written.stride())} (expanded?): call contiguous() first"
+            )
     if start.dtype not in _INTEGERS or start.numel() != 1:
         raise ValueError(f"start must be one int32 or int64, got {start.dtype} {_shape(start)}")
     if out is not None and (out.shape != q.shape or out.dtype != q.dtype):
         raise ValueError(
             f"out must be like q, {q.dtype} {_shape(q)}, got {out.dtype} {_shape(out)}"
         )
+
+
+def overlaps_itself(x: torch.Tensor) -> bool:
+    """Return whether two elements of a tensor may be one in memory, as after `expand`."""
+    reach = 0  # how far the dimensions of smaller strides go
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def may_share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether an element of one tensor may be one of the other's.
+
+    Slices of one matrix of queries, keys and values do not: each token's rows lie apart.
+    """
+    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+        return False
+    if not x.numel() or not y.numel():
+        return False
+    if x.element_size() != y.element_size():
+        return True
+    strides = {s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1}
+    strides |= {s for s, n in zip(y.stride(), y.shape, strict=True) if n > 1}
+    # Steps of a period and its multiples keep what lies apart within one period apart.
+    for period in strides:
+        if all(stride % period == 0 for stride in strides if stride >= period):
+            (low_x, high_x), (low_y, high_y) = (_range_below(period, t) for t in (x, y))
+            shift = (low_y - low_x) % period
+            if high_x - low_x <= shift and shift + high_y - low_y <= period:
+                return False
+    (low_x, high_x), (low_y, high_y) = (_range_below(math.inf, t) for t in (x, y))
+    return low_x < high_y and low_y < high_x
+
+
+def _range_below(period: float, x: torch.Tensor) -> tuple[int, int]:
+    """Return the first element and the one behind the last, of the strides below a period."""
+    inner = [(s, n) for s, n in zip(x.stride(), x.shape, strict=True) if s < period]
+    first = x.storage_offset()
+    return first, first + sum((n - 1) * s for s, n in inner) + 1
 
 
 def _require_float(*tensors: torch.Tensor | None) -> None:

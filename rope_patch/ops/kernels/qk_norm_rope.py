@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import triton
-from torch.autograd.function import once_differentiable
 
 from rope_patch.ops.kernels.launcher import (
     Launcher,
@@ -25,6 +24,7 @@ from rope_patch.ops.kernels.launcher import (
 )
 from rope_patch.ops.kernels.qk_norm_rope_kernels import backward_kernel, forward_kernel
 from rope_patch.ops.kernels.weight_gradient_sum import sum_programs
+from rope_patch.ops.modes import require_first_order
 from rope_patch.ops.validation import validate_shapes
 
 # Programs of the backward pass with gradients of weights: enough to fill a large GPU, and few
@@ -306,8 +306,8 @@ class QKNormRopeFunction(torch.autograd.Function):
         return q_out, k_out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, q_grad: torch.Tensor, k_grad: torch.Tensor) -> Any:
+        require_first_order("qk_norm_rope in Triton", 'pass kernels="reference"')
         *tensors, positions, packed_freqs, sections = ctx.saved_tensors
         weights = any(ctx.needs_input_grad[2:4])
         arguments: Any = (*tensors, q_grad, k_grad, positions, packed_freqs, sections)

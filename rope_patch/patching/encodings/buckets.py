@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -11,7 +13,9 @@ from torch import nn
 from rope_patch.encodings.t5_buckets import exact_distances, squeeze_tail, t5_bucket
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.errors import Refused
 
+_MASKS = ("mask", "attention_mask")  # what attentions call the mask that they are given
 FUNCTION = "_relative_position_bucket"
 MAX_DISTANCE = "relative_attention_max_distance"  # of T5's configs and attentions
 
@@ -87,14 +91,17 @@ class BucketsSite(Site):
             return not torch.equal(before, t5_bucket(-distances, **settings))
         return not torch.equal(before, t5_bucket(-self.squeeze(distances, stretch), **settings))
 
-    def squeeze(self, distances: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+    def squeeze(
+        self, distances: torch.Tensor, stretch: Stretch, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the distances whose buckets are read, whole numbers from 0 on.
 
         Args:
             distances: Whole numbers from 0 on, of any shape.
             stretch: How far the site is extended.
+            tokens: Tokens of the longest row, for dynamic methods; None if all slots hold tokens.
         """
-        return squeeze_distances(distances, stretch, self.exact)
+        return squeeze_distances(distances, stretch, self.exact, tokens)
 
     def describe(self, stretch: Stretch) -> str:
         """Return which distances share buckets."""
@@ -114,12 +121,20 @@ class BucketsSite(Site):
             largest = round(self.settings["max_distance"] * stretch.factor)
             undo_log.set(self.module, self.limit, largest)
             return
-        own = getattr(self.module, self.function)
-        undo_log.set(self.module, self.function, self.replacement(stretch, own))
+        own, counter = getattr(self.module, self.function), None
+        if stretch.is_dynamic and self.is_given_mask:
+            counter = TokenCounter(self.name)
+            undo_log.hook(self.module, before=counter)
+        undo_log.set(self.module, self.function, self.replacement(stretch, own, counter))
 
-    def replacement(self, stretch: Stretch, own: Any) -> Any:
+    @property
+    def is_given_mask(self) -> bool:
+        """Return whether the module's calls say which slots hold tokens."""
+        return True
+
+    def replacement(self, stretch: Stretch, own: Any, counter: TokenCounter | None) -> Any:
         """Return what replaces the module's own function."""
-        return SqueezedBuckets(self, stretch, own)
+        return SqueezedBuckets(self, stretch, own, counter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +144,14 @@ class InputBucketsSite(BucketsSite):
     function: ClassVar[str] = "prepare_input"
     limit: ClassVar[str] = "max_distance"
 
-    def replacement(self, stretch: Stretch, own: Any) -> Any:
+    @property
+    def is_given_mask(self) -> bool:
+        """Return whether distances count tokens, and are not measured on a page."""
+        return self.module.scaling_factor == 1  # type: ignore[return-value]
+
+    def replacement(self, stretch: Stretch, own: Any, counter: TokenCounter | None) -> Any:
         """Return what replaces the module's own function."""
-        return SqueezedDistances(self, stretch, own)
+        return SqueezedDistances(self, stretch, own, counter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,19 +190,23 @@ class BlockBucketsSite(BucketsSite):
             length=None if length is None else max(length // self._block, trained),
         )
 
-    def squeeze(self, distances: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+    def squeeze(
+        self, distances: torch.Tensor, stretch: Stretch, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the distances whose buckets are read; those within the window stay.
 
         Args:
             distances: Whole numbers from 0 on: `[Q, K]` in tokens, or `[B, Q, G]` in blocks.
             stretch: How far the site is extended.
+            tokens: Tokens of the longest row; None if all slots hold tokens.
         """
         if distances.ndim == 2:
             return distances
         blocks = self.in_blocks(stretch)
         if not blocks.is_dynamic and blocks.length == blocks.trained_length:
             return distances
-        return squeeze_distances(distances, blocks, self.exact // self._block)
+        count = None if tokens is None else tokens // self._block
+        return squeeze_distances(distances, blocks, self.exact // self._block, count)
 
     def describe(self, stretch: Stretch) -> str:
         """Return which distances share buckets."""
@@ -199,19 +223,22 @@ class BlockBucketsSite(BucketsSite):
         return not torch.equal(self.squeeze(distances, stretch), distances)
 
 
-def squeeze_distances(distances: torch.Tensor, stretch: Stretch, exact: int) -> torch.Tensor:
+def squeeze_distances(
+    distances: torch.Tensor, stretch: Stretch, exact: int, count: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return distances brought into the trained length.
 
     Args:
         distances: Whole numbers from 0 on, of any shape.
         stretch: The method, and its lengths in the same unit.
         exact: Distances that have a bucket of their own.
+        count: What a dynamic method follows, in the same unit; None for the longest distance.
     """
     trained = stretch.trained_length
     length: int | torch.Tensor
     if stretch.is_dynamic:
         # Stays a tensor: to read it would wait for the device. At `trained` all distances stay.
-        length = (distances.max() + 1).clamp(min=trained)
+        length = (distances.max() + 1 if count is None else count).clamp(min=trained)
     else:
         assert stretch.length is not None
         length = stretch.length
@@ -222,6 +249,57 @@ def squeeze_distances(distances: torch.Tensor, stretch: Stretch, exact: int) -> 
     return squeeze_tail(distances, trained=trained, length=length, exact=exact)
 
 
+class TokenCounter:
+    """Pre-hook of a module: counts the tokens of the longest row in the mask that it is given.
+
+    Attributes:
+        name: The module's name, for the error.
+        counts: By thread, because threads may share a model; None where nothing is masked.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counts: dict[int, torch.Tensor | None] = {}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        masks = [given[name] for name in _MASKS if name in given]
+        self.counts[_thread()] = self._count(masks[0]) if masks else None
+
+    def read(self) -> torch.Tensor | None:
+        """Return the count of the present call; None where nothing is masked."""
+        return self.counts.get(_thread())
+
+    def _count(self, mask: Any) -> torch.Tensor | None:
+        """Return how many tokens the longest row has so far, a tensor of one number.
+
+        Args:
+            mask: `[B, S]`, or `[B, 1, Q or 1, K]` in which the last query sees all tokens so far.
+        """
+        if mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 5):
+            return None  # without padding, or of a window, whose distances stay
+        if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4):
+            raise Refused(
+                f"{self.name} is given a mask of another form ({type(mask).__name__}), so a method "
+                "that follows the text cannot count its tokens: use eager or sdpa attention, or a "
+                "method with a fixed factor"
+            )
+        row = mask if mask.ndim == 2 else mask[:, 0, -1]
+        is_bias = mask.ndim == 4 and mask.is_floating_point()
+        visible = row > torch.finfo(row.dtype).min if is_bias else row > 0
+        return visible.sum(-1).max()
+
+    def __deepcopy__(self, memo: Any) -> TokenCounter:
+        return TokenCounter(self.name)
+
+    def __reduce__(self) -> Any:
+        return TokenCounter, (self.name,)
+
+
+def _thread() -> int:
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
 @dataclass(frozen=True, eq=False)
 class SqueezedDistances:
     """A module's function of distances, whose result is squeezed.
@@ -230,16 +308,19 @@ class SqueezedDistances:
         site: The module's site.
         stretch: How far it is extended.
         own: The module's own function.
+        counter: What counts the tokens of a call; None if the call or the target says it.
     """
 
     site: BucketsSite
     stretch: Stretch
     own: Any
+    counter: TokenCounter | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the relative position of each query and key."""
         relative = self.own(*args, **kwargs)
-        return relative.sign() * self.site.squeeze(relative.abs(), self.stretch)
+        tokens = None if self.counter is None else self.counter.read()
+        return relative.sign() * self.site.squeeze(relative.abs(), self.stretch, tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,16 +331,26 @@ class SqueezedBuckets:
         site: The module's site.
         stretch: How far it is extended.
         own: The module's own function.
+        counter: What counts the tokens of a call; None if the call or the target says it.
     """
 
     site: BucketsSite
     stretch: Stretch
     own: Any
+    counter: TokenCounter | None = None
 
-    def __call__(self, relative_position: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(
+        self,
+        relative_position: torch.Tensor,
+        *args: Any,
+        tokens: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Return the bucket of each relative position."""
+        if tokens is None and self.counter is not None:
+            tokens = self.counter.read()
         if not self.site.settings["bidirectional"]:
             # Keys ahead share bucket 0, and a static cache has slots there that no token has.
             relative_position = relative_position.clamp(max=0)
-        distances = self.site.squeeze(relative_position.abs(), self.stretch)
+        distances = self.site.squeeze(relative_position.abs(), self.stretch, tokens)
         return self.own(relative_position.sign() * distances, *args, **kwargs)

@@ -51,7 +51,7 @@ class AlibiBias(BiasEncoding):
         if self.extension is not None:
             site, stretch = self.extension
             is_dynamic = stretch.is_dynamic
-            factor = stretch.factor_at(span.queries[-1] + 1) if is_dynamic else stretch.factor
+            factor = stretch.factor_at(span.tokens) if is_dynamic else stretch.factor
             slopes = slopes * site.scales(stretch, factor, device)
         return alibi_bias(slopes.float(), span.distances.float())[None]
 
@@ -107,13 +107,19 @@ class T5Bias(BiasEncoding):
             bidirectional=False,
             num_buckets=self.relative_attention_num_buckets,
             max_distance=self.relative_attention_max_distance,
+            tokens=span.tokens,
         )
         table = self.relative_attention_bias.weight
         wide = torch.promote_types(table.dtype, torch.float32)
         return nn.functional.embedding(bucket, table.to(wide)).permute(2, 0, 1)[None]
 
     def _relative_position_bucket(
-        self, relative: torch.Tensor, bidirectional: bool, num_buckets: int, max_distance: int
+        self,
+        relative: torch.Tensor,
+        bidirectional: bool,
+        num_buckets: int,
+        max_distance: int,
+        tokens: torch.Tensor | None = None,  # for the patch that replaces the function
     ) -> torch.Tensor:
         return t5_bucket(
             relative, bidirectional=bidirectional, buckets=num_buckets, max_distance=max_distance
@@ -133,6 +139,11 @@ class T5Bias(BiasEncoding):
 @dataclass(frozen=True, eq=False)
 class OwnBucketsSite(BucketsSite):
     """Buckets of an encoding that `rope_patch.encode` gave a model."""
+
+    @property
+    def is_given_mask(self) -> bool:
+        """Return False: the encoding says how many tokens there are."""
+        return False
 
     def trained_length(self, config: Any) -> int | None:
         """Return the longest text that the config stated when the model was encoded."""

@@ -42,16 +42,27 @@ class Span:
         keys: Each key's slot, `[K]`.
         positions: Positions of the queries, `[B, Q]` or `[1, Q]`, which padding shifts against
             slots; None if the attention is not told.
+        mask: `[B, 1, Q, K]`, truths or numbers to add; None if every key up to a query is seen.
     """
 
     queries: torch.Tensor
     keys: torch.Tensor
     positions: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
 
     @property
     def distances(self) -> torch.Tensor:
         """Return how far each key lies behind each query, `[Q, K]`; 0 for masked ones ahead."""
         return (self.queries[:, None] - self.keys).clamp(min=0)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Return how many tokens the longest row has so far, a tensor of one number."""
+        if self.mask is None:
+            return self.queries[-1] + 1
+        row = self.mask[:, 0, -1]
+        visible = row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min
+        return visible.sum(-1).max()
 
 
 class Encoding(nn.Module, ABC):

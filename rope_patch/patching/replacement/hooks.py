@@ -152,12 +152,15 @@ class AttentionHook:
         alone = self.layer.training and getattr(self.layer, "gradient_checkpointing", False)
         # Where the first key is a tensor, its number could not be compared without waiting for it.
         if alone or isinstance(slots.first_key, torch.Tensor) or torch.compiler.is_compiling():
-            return compute(slots.span(hidden.device, positions))
+            return compute(slots.span(hidden.device, positions, mask))
         shape = (slots.queries, slots.keys, slots.first_key)
         key = (*shape, id(mask), id(positions), hidden.device)
         entries = self.shared.entries
         if key not in entries:
-            entries[key] = (mask, positions), compute(slots.span(hidden.device, positions))
+            entries[key] = (
+                (mask, positions),
+                compute(slots.span(hidden.device, positions, mask)),
+            )
         return entries[key][1]
 
 
@@ -267,12 +270,18 @@ class Slots:
         is_whole = isinstance(self.first_key, int) and self.first_key == 0
         return self.keys if is_whole else None
 
-    def span(self, device: torch.device, positions: torch.Tensor | None) -> Span:
+    def span(
+        self,
+        device: torch.device,
+        positions: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
+    ) -> Span:
         """Return the queries and keys as tensors on a device."""
         return Span(
             torch.arange(self.queries, device=device) + self.first_query,
             torch.arange(self.keys, device=device) + self.first_key,
             positions,
+            mask,
         )
 
 

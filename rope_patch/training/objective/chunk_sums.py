@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from rope_patch.ops.modes import require_first_order
 from rope_patch.training.objective.logit_transform import LogitTransform, unchanged
 from rope_patch.training.objective.terms import Chunk, Term, cross_entropy
 
@@ -114,9 +114,9 @@ class _ChunkSums(torch.autograd.Function):
         return sums.sum(), shares
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[Any, ...]:
         """Multiply the gradients of the forward pass, in place."""
+        require_first_order("the chunked loss", "take the model's own loss")
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the chunked loss has one backward pass: its gradients are used up")

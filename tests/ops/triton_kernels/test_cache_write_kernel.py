@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from rope_patch import ops
 from rope_patch.ops import dispatch
 from rope_patch.ops.kernels import cache_write, launcher
+from rope_patch.ops.validation import may_share_memory, overlaps_itself
 
 EPS, START, SLOTS = 1e-6, 3, 9
 
@@ -243,3 +244,91 @@ def test_arguments_that_do_not_fit_are_refused():
     refuse("out must be like q", out=q[:1])
     refuse("given together", q_weight=torch.ones(16))
     refuse("no gradients", (q, k, v.clone().requires_grad_()))
+
+
+# -- memory that overlaps --------------------------------------------------------------------------
+
+
+def one_buffer(rotation, heads=4):
+    """Return queries, and keys that are values, too, as slices of one tensor."""
+    buffer = draw(2, 3, heads + 2, 16, seed=5)
+    return buffer, buffer[:, :, :heads], buffer[:, :, heads:]
+
+
+@pytest.mark.parametrize("kernels", ["triton", "reference"])
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("target", ["values", "queries", "shifted queries"])
+def test_out_may_overlap_inputs(kernels, with_norms, target):
+    rotation = make(16, tokens=3)
+    norms = (draw(16, seed=8), draw(16, seed=9)) if with_norms else None
+    buffer, q, k = one_buffer(rotation)
+    fresh = [x.clone() for x in (q, k, k)]
+    caches = make_caches(rotation, k, k)
+    expected_caches = [x.clone() for x in caches]
+    expected = write(rotation, fresh, expected_caches, norms=norms, kernels="reference")
+    out = {"values": buffer[:, :, 2:], "queries": q, "shifted queries": buffer[:, :, 1:5]}[target]
+    got = write(rotation, (q, k, k), caches, norms=norms, kernels=kernels, out=out)
+    assert got is out
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    for cache, other in zip(caches, expected_caches, strict=True):
+        torch.testing.assert_close(cache, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "reference"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_expanded_memory_is_refused(kernels, which):
+    """Also after a call with the same shapes and memory of its own."""
+    rotation = make(16, tokens=3)
+    qkv = make_heads(rotation)
+    caches = make_caches(rotation, *qkv[1:])
+    written = [*caches, torch.empty_like(qkv[0])]
+    write(rotation, qkv, caches, kernels=kernels, out=written[2])
+    written[which] = written[which][:1].expand(2, -1, -1, -1)
+    with pytest.raises(ValueError, match="memory of its own for every element"):
+        write(rotation, qkv, written[:2], kernels=kernels, out=written[2])
+
+
+@pytest.mark.parametrize("kernels", ["triton", "reference"])
+def test_weights_that_require_gradients_are_refused(kernels):
+    rotation = make(16, tokens=3)
+    qkv = make_heads(rotation)
+    norms = [draw(16, seed=s).requires_grad_() for s in (8, 9)]
+    caches = make_caches(rotation, *qkv[1:])
+    with pytest.raises(ValueError, match="has no gradients"):
+        write(rotation, qkv, caches, norms=norms, kernels=kernels)
+    with torch.no_grad():
+        write(rotation, qkv, caches, norms=norms, kernels=kernels)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "reference", "auto"])
+@pytest.mark.parametrize("op", ["rope", "qk_norm_rope"])
+def test_inplace_refuses_memory_that_overlaps(kernels, op):
+    rotation = make(16, tokens=3)
+    buffer, q, k = one_buffer(rotation)
+    rest = {"positions": rotation.positions.to(DEVICE), "packed_freqs": rotation.packed_freqs}
+    if op == "qk_norm_rope":
+        rest |= {"q_weight": draw(16, seed=8), "k_weight": draw(16, seed=9), "eps": EPS}
+    call = getattr(ops, op)
+    call(q, k, **rest, inplace=True, kernels=kernels)  # slices of one tensor, apart
+    for pair in ((buffer[:, :, 1:5], buffer[:, :, 4:]), (q[:1].expand(2, -1, -1, -1), k.clone())):
+        with pytest.raises(ValueError, match="memory that does not overlap"):
+            call(*pair, **rest, inplace=True, kernels=kernels)
+
+
+def test_memory_is_shared_only_where_elements_are():
+    """Compare with the addresses of all elements."""
+    base = torch.arange(2 * 6 * 8 * 4)
+    views = [base.view(2, 6, 8, 4)[:, :, a:b] for a, b in ((0, 4), (4, 6), (6, 8), (3, 5))] + [
+        base.view(2, 6, 8, 4)[:1],
+        base.view(2, 6, 8, 4)[1:],
+        base.view(2, 8, 6, 4).mT[:, 1:3],
+    ]
+    for x in views:
+        assert not overlaps_itself(x)
+        assert overlaps_itself(x[..., :1].expand(*x.shape[:3], 5))
+        for y in views:
+            if set(x.flatten().tolist()) & set(y.flatten().tolist()):
+                assert may_share_memory(x, y)
+    assert not may_share_memory(views[0], views[1])
+    assert not may_share_memory(views[2], views[1])
+    assert not may_share_memory(views[4], views[5])

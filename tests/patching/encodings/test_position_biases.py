@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from helpers.encoding_models import LENGTH, encoding_model, token_logits
 from helpers.releases import plain_transformers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
@@ -244,3 +245,71 @@ def test_dynamic_t5_follows_the_tokens_in_a_static_cache(family, method):
         torch.testing.assert_close(got, read(DynamicCache()), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(got[:, :LENGTH], plain[:, :LENGTH], rtol=1e-4, atol=1e-5)
     assert (got - plain)[:, LENGTH:].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("method", ["dynamic-log-tail", "dynamic-linear"])
+@pytest.mark.parametrize(
+    "family", ["T5ForConditionalGeneration", "UMT5ForConditionalGeneration", "MT5EncoderModel"]
+)
+def test_dynamic_t5_counts_tokens_and_no_padding(family, method, implementation):
+    if family.startswith("MT5"):
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+        torch.manual_seed(0)
+        model = transformers.MT5EncoderModel(transformers.MT5Config(vocab_size=99, **sizes)).eval()
+    else:
+        model = encoding_model(family)
+    model.set_attn_implementation(implementation)
+    encoder = model.get_encoder()
+    longest = LENGTH + 8
+    ids = torch.arange(10, 10 + longest)[None].repeat(2, 1)
+    mask = torch.ones(2, longest, dtype=torch.long)
+    mask[1, LENGTH:] = 0
+    padding = torch.zeros(2, 40, dtype=torch.long)
+    with torch.no_grad(), rope_patch.patch(model, method, trained_length=LENGTH):
+        want = encoder(ids, attention_mask=mask)[0]
+        alone = encoder(ids[:1], attention_mask=None)[0]
+        for side in (1, -1):  # padding behind, and before
+            padded_ids, padded = (torch.cat([x, padding][::side], 1) for x in (ids, mask))
+            got = encoder(padded_ids, attention_mask=padded)[0]
+            got = got[:, :longest] if side == 1 else got[:, -longest:]
+            real = mask.bool()
+            torch.testing.assert_close(got[real], want[real], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(want[:1], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_dynamic_t5_decoder_counts_tokens_and_no_padding():
+    model = encoding_model("T5ForConditionalGeneration")
+    ids, length = torch.arange(10, 10 + LENGTH)[None], LENGTH + 30
+    padded = torch.nn.functional.pad(ids, (30, 0))
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (30, 0))
+    arguments = {"encoder_outputs": model.get_encoder()(ids)}
+    with rope_patch.patch(model, "dynamic-linear", trained_length=LENGTH):
+        want = model(decoder_input_ids=ids, **arguments).logits
+        got = model(decoder_input_ids=padded, decoder_attention_mask=mask, **arguments).logits
+    assert got.shape[1] == length
+    torch.testing.assert_close(got[:, 30:], want, rtol=1e-5, atol=1e-5)
+
+
+def test_dynamic_longt5_counts_tokens_and_no_padding():
+    """Blocks of two tokens, seen over summaries whose distances grow with the text."""
+    model = encoding_model(
+        "LongT5ForConditionalGeneration",
+        encoder_attention_type="transient-global",
+        global_block_size=2,
+        local_radius=3,
+        relative_attention_num_buckets=8,
+    )
+    ids = torch.arange(10, 10 + 2 * LENGTH)[None]
+    mask = torch.ones_like(ids)
+    padded = torch.nn.functional.pad(ids, (0, 40))
+    with torch.no_grad():
+        plain = [
+            model.get_encoder()(x, attention_mask=(x > 0).long())[0][:, : 2 * LENGTH]
+            for x in (ids, padded)
+        ]
+        with rope_patch.patch(model, "dynamic-log-tail", trained_length=LENGTH):
+            want = model.get_encoder()(ids, attention_mask=mask)[0]
+            got = model.get_encoder()(padded, attention_mask=(padded > 0).long())[0]
+    torch.testing.assert_close(*plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got[:, : 2 * LENGTH], want, rtol=1e-4, atol=1e-4)

@@ -173,3 +173,24 @@ def test_a_formula_may_be_trained_on_longer_texts_than_the_config_states(name):
     model = encoded(name, {})
     patch = rope_patch.patch(model, "linear", trained_length=2 * LENGTH, factor=2)
     assert patch.length == 4 * LENGTH
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "method"),
+    [
+        ("alibi", {}, "dynamic-ntk"),
+        ("alibi", {}, "dynamic-linear"),
+        ("t5", {"buckets": 8}, "dynamic-log-tail"),
+        ("t5", {"buckets": 8}, "dynamic-linear"),
+    ],
+)
+@pytest.mark.parametrize("left", [True, False])
+def test_dynamic_extensions_count_tokens_and_no_padding(name, options, method, left):
+    model = encoded(name, options)
+    rope_patch.patch(model, method)
+    ids = tokens(count=LENGTH + 5)
+    pads = (30, 0) if left else (0, 30)
+    padded, mask = (torch.nn.functional.pad(x, pads) for x in (ids, torch.ones_like(ids)))
+    got = model(padded, attention_mask=mask).logits
+    got = got[:, 30:] if left else got[:, :-30]
+    torch.testing.assert_close(got, model(ids).logits, rtol=1e-4, atol=1e-4)

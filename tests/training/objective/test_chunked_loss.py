@@ -8,6 +8,7 @@ from helpers.tiny_models import make_model
 from torch.nn import functional
 
 from rope_patch.training.objective import chunked_loss
+from rope_patch.training.objective.chunk_sums import chunk_sums
 
 pytestmark = pytest.mark.skipif(
     not hasattr(functional, "linear_cross_entropy"), reason="this torch has none"
@@ -123,3 +124,12 @@ def test_the_full_loss_leaves_the_model_unchanged():
 def test_liger_without_a_gpu_is_refused():
     with pytest.raises(ValueError, match=r"loss: liger cannot be had: .*GPU"):
         chunked_loss.install_loss(make("llama"), "liger")
+
+
+def test_second_derivatives_are_refused():
+    """The loss's own gradient is 1, so torch's once_differentiable would drop them in silence."""
+    rows = torch.randn(8, 4, requires_grad=True)
+    weight = torch.randn(6, 4)
+    loss, _ = chunk_sums(rows, weight, None, torch.arange(8) % 6, [])
+    with pytest.raises(RuntimeError, match="first derivatives alone"):
+        torch.autograd.grad(loss, rows, create_graph=True)
