@@ -129,6 +129,7 @@ def evaluate(
     if engine is None:
         run_and_report(request, as_json)
         return
-    from rope_patch.evaluation import vllm_commands
+    with requires_extra("evaluation needs", "eval"):
+        from rope_patch.evaluation import vllm_commands
 
     print("\n\n".join(vllm_commands.commands(engine, request)))

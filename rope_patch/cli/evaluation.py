@@ -9,7 +9,7 @@ import typer
 
 from rope_patch.cli import VERDICT
 from rope_patch.cli.options import split_commas
-from rope_patch.cli.runtime import handle_interrupt
+from rope_patch.cli.runtime import handle_interrupt, requires_extra
 from rope_patch.methods import list_methods
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ Folder = Annotated[Path, typer.Option(help="Folder for the report and everything
 
 def run_and_report(request: EvalRequest, as_json: bool) -> None:
     """Run an evaluation and print its report; exit with 1 if a part of it is missing."""
-    from rope_patch.evaluation.pipeline import evaluate
-    from rope_patch.evaluation.report.gaps import find_gaps
+    with requires_extra("evaluation needs", "eval"):
+        from rope_patch.evaluation.pipeline import evaluate
+        from rope_patch.evaluation.report.gaps import find_gaps
 
     with handle_interrupt():
         results = evaluate(request, None if as_json else print)

@@ -9,6 +9,7 @@ import typer
 import yaml
 
 from rope_patch.utils.errors import describe_error, one_line
+from rope_patch.utils.strict_yaml import read_yaml
 
 MODEL = (
     "A model's folder, its name on the Hugging Face Hub, or `demo` (SmolLM2-135M-Instruct, weights "
@@ -110,8 +111,8 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--option takes KEY=VALUE, got {pair!r}")
         try:
-            parsed[key] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            parsed[key] = read_yaml(value)
+        except yaml.YAMLError as error:
             raise ValueError(
                 f"--option {one_line(pair, 60)}: expected a number, true, false, a word or a list "
                 f"in YAML; {describe_error(error)}"

@@ -17,6 +17,7 @@ from rope_patch.lab.settings import RECALL, TEXT
 from rope_patch.statistics import Interval
 
 AGREES, DISAGREES, UNCLEAR, UNMEASURED = "agrees", "disagrees", "cannot tell", "not measured"
+LEAST_SEEDS = 2  # another seed moves a model by more than its own samples show
 
 PRESS = "Press et al., ALiBi, arXiv:2108.12409"
 HAVIV = "Haviv et al., arXiv:2203.16634"
@@ -61,7 +62,8 @@ class Finding:
     Attributes:
         statement: The statement.
         difference: What came out, with its interval; None if it was not measured.
-        verdict: "agrees", "disagrees", "cannot tell" or "not measured".
+        verdict: "agrees", "disagrees", "cannot tell" or "not measured". A single seed cannot tell:
+            of an encoding and itself, trained from other seeds, 25% of such intervals exclude 0.
     """
 
     statement: Statement
@@ -90,7 +92,8 @@ def compare(results: LabResults) -> list[Finding]:
             findings.append(Finding(statement, None, UNMEASURED))
             continue
         difference = seeded_difference(first, second)
-        findings.append(Finding(statement, difference, verdict(difference, statement.bound)))
+        said = verdict(difference, statement.bound) if len(first) >= LEAST_SEEDS else UNCLEAR
+        findings.append(Finding(statement, difference, said))
     return findings
 
 

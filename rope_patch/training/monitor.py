@@ -81,10 +81,16 @@ class DivergenceGuard:
     def _stop(self, step: int, problem: str, rows: Sequence[dict[str, Any]]) -> NoReturn:
         self.on_stop()
         last = latest_complete(self.folder)
+        advice = "look at those rows, lower the learning rate, or warm up longer"
+        if rows and all(row.get("targets") == 0 for row in rows):
+            advice = (
+                "no token of those rows has a loss, because all labels are -100: expected some "
+                "that are tokens' ids; look at labels in the data, or leave them out"
+            )
         raise TrainingStopped(
             f"step {step} was not taken: {problem}. Its rows: {_describe_rows(rows)}. "
             + (f"{last} is whole" if last else "There is no checkpoint yet")
-            + "; look at those rows, lower the learning rate, or warm up longer"
+            + f"; {advice}"
         )
 
 

@@ -25,6 +25,7 @@ from rope_patch.training.recipe_parser import Parser, RecipeParser, with_undersc
 from rope_patch.training.stage import Stage
 from rope_patch.training.unsupported_keys import UNSUPPORTED_KEYS
 from rope_patch.utils.errors import did_you_mean, one_line
+from rope_patch.utils.strict_yaml import read_yaml
 
 LOSSES = ("auto", "full", "torch", "liger")
 RESOLVED = "recipe.yaml"
@@ -316,7 +317,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """
     path = recipe_files.find_recipe(path)
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recipe = read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {one_line(str(error))}") from error
     if not isinstance(recipe, dict):
@@ -361,7 +362,7 @@ def _owner(key: str, *parts: Any) -> Any:
 
 def _parse_options(value: Any) -> dict[str, Any]:
     try:
-        options = yaml.safe_load(value) if isinstance(value, str) else value
+        options = read_yaml(value) if isinstance(value, str) else value
     except yaml.YAMLError as error:
         raise ValueError(f"options is not YAML: {one_line(str(error))}") from error
     options = {} if options is None else options

@@ -3,6 +3,7 @@
 import pytest
 
 from rope_patch.lab.measurement import variants
+from rope_patch.lab.report.headline import headline
 from rope_patch.lab.results import LabResults
 from rope_patch.lab.settings import LabSettings
 from rope_patch.lab.statements import (
@@ -112,3 +113,12 @@ def test_published_differences_agree_with_their_own_statements():
     assert len(stated) > 15
     for statement in stated:
         assert statement.published < statement.bound, statement.claim
+
+
+def test_one_seed_says_nothing_about_papers():
+    losses = {"alibi": dict.fromkeys((64, 128, 256, 512), 2.0)}
+    one, three = (made_up(losses, seeds=seeds) for seeds in (1, 3))
+    assert {finding.verdict for finding in compare(three)} == {AGREES, UNMEASURED}
+    assert {finding.verdict for finding in compare(one)} == {UNCLEAR, UNMEASURED}
+    assert "One seed says nothing about what papers found" in headline(one, compare(one))
+    assert "published statements" in headline(three, compare(three))

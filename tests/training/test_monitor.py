@@ -155,3 +155,12 @@ def test_a_run_logs_tokens_memory_and_losses(recipe, tmp_path):
         assert math.isfinite(line["loss"])
         assert line["grad_norm"] > 0
     assert [line["learning_rate"] for line in log] == [1e-3, 5e-4]
+
+
+def test_rows_without_a_label_are_named_as_the_reason(guard):
+    rows = [{**row, "targets": 0} for row in ROWS]
+    with pytest.raises(TrainingStopped, match="all labels are -100") as error:
+        guard.check(3, math.nan, 1.0, rows)
+    assert "learning rate" not in str(error.value)
+    with pytest.raises(TrainingStopped, match="lower the learning rate"):
+        guard.check(3, math.nan, 1.0, [{**rows[0], "targets": 3}, rows[1]])

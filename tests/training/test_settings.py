@@ -10,6 +10,7 @@ from helpers.commands import run_in_this_process
 
 from rope_patch.training import recipe_files, settings
 from rope_patch.training.settings import known_keys, parse
+from rope_patch.utils.strict_yaml import read_yaml
 
 MINIMAL = {"model": "demo", "method": "yarn", "factor": 2, "data": ["novels:emma"], "max_steps": 3}
 
@@ -359,3 +360,30 @@ def test_a_length_of_0_is_not_taken_for_no_length(recipe, key):
 def test_options_that_are_false_are_refused(recipe, options):
     with pytest.raises(ValueError, match="options must be keys and values"):
         read(recipe(options=options))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("factor: 4\nfactor: 8\n", "the key 'factor' stands twice"),
+        ("options: {beta_fast: 4, beta_fast: 8}\n", "the key 'beta_fast' stands twice"),
+        ("train_length: 0400\n", "0400 is not one number to all readers"),
+        ("train_length: 4:16\n", "4:16 is not one number to all readers"),
+        ("train_length: -0_17\n", "-0_17 is not one number"),
+        ("data: " + "[" * 5000, "nested too deep"),
+        ("model: 2024-99-99\n", "is not YAML"),
+    ],
+    ids=lambda value: value[:24],
+)
+def test_yaml_that_readers_take_differently_is_refused(tmp_path, text, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(path))) as error:
+        parse(["--config", str(path)])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_other_yaml_is_read_as_before(tmp_path):
+    text = "a: &x {b: 0, c: 10_0, d: 0x10}\ne: {<<: *x, b: 0.5}\nf: '0400'\ng: 1:2:x\nh: 00:aa\n"
+    assert read_yaml(text) == yaml.safe_load(text)

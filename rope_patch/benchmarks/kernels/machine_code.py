@@ -12,7 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import triton
+try:
+    import triton
+except ModuleNotFoundError:
+    if __name__ != "__main__":
+        raise
+    sys.exit("error: triton is not installed, which compiles the kernels: pip install triton")
 
 from rope_patch.benchmarks.kernels.cross_compilation import (
     CACHE_KERNELS,

@@ -9,7 +9,14 @@ from rope_patch.lab.interval import seeded_difference, seeded_mean
 from rope_patch.lab.recall_task import PAIRS
 from rope_patch.lab.results import RIGHT, LabResults
 from rope_patch.lab.settings import RECALL, TEXT
-from rope_patch.lab.statements import AGREES, DISAGREES, UNCLEAR, UNMEASURED, Finding
+from rope_patch.lab.statements import (
+    AGREES,
+    DISAGREES,
+    LEAST_SEEDS,
+    UNCLEAR,
+    UNMEASURED,
+    Finding,
+)
 
 _FLAT = 0.05  # nats; more counts as a loss
 
@@ -21,7 +28,7 @@ def headline(results: LabResults, findings: Sequence[Finding]) -> str:
         results: The results.
         findings: What they say to published statements.
     """
-    sentences = [*_text(results), *_recall(results), _published(findings)]
+    sentences = [*_text(results), *_recall(results), _published(results, findings)]
     return " ".join(sentence for sentence in sentences if sentence)
 
 
@@ -70,11 +77,16 @@ def _recall(results: LabResults) -> list[str]:
     return [f"At {longest:,} tokens {_join([text for _, text in sorted(clear)])} are recalled."]
 
 
-def _published(findings: Sequence[Finding]) -> str:
+def _published(results: LabResults, findings: Sequence[Finding]) -> str:
     counts = Counter(finding.verdict for finding in findings)
     measured = len(findings) - counts[UNMEASURED]
     if not measured:
         return ""
+    if results.seeds < LEAST_SEEDS:
+        return (
+            "One seed says nothing about what papers found, because another one moves models by as "
+            "much: give --seeds 3."
+        )
     return (
         f"Of {measured} published statements {counts[AGREES]} agree, {counts[DISAGREES]} disagree "
         f"and {counts[UNCLEAR]} cannot be told."

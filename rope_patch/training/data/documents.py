@@ -44,12 +44,23 @@ def tokenize(document: DocumentRef, tokenizer: Any, text_column: str) -> Tokeniz
             if isinstance(loaded, str)
             else _record_text(loaded, text_column, document.location)
         )
+        _require_characters(text, document.location)
         ids = torch.tensor(tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
     end = tokenizer.eos_token_id
     if end is not None and len(ids) and ids[-1] != end:
         ids = torch.cat([ids, ids.new_tensor([end])])
         labels = None if labels is None else torch.cat([labels, ids.new_tensor([IGNORED])])
     return TokenizedDocument(document.location, ids, ids if labels is None else labels, text)
+
+
+def _require_characters(text: str, location: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{location}: expected text, got half a character (\\u{ord(text[error.start]):04x}) at "
+            f"character {error.start + 1:,}, which no tokenizer takes: repair or remove the record"
+        ) from None
 
 
 def _record_text(record: dict[str, Any], column: str, location: str) -> str:

@@ -241,6 +241,7 @@ class PackedRows(IterableDataset):
         info = {
             "index": index,
             "short": short,
+            "targets": int((labels[1:] != IGNORED).sum()),
             "documents": list(dict.fromkeys(piece.location for piece in pieces)),
             "counts": {names[k] + s.name: s.counts() for k in names for s in sources[k]},
             "state": state,

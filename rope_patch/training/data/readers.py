@@ -28,6 +28,8 @@ FILE_TYPES = ".txt, .md, .jsonl, .json (lines; these also as .gz) and .parquet"
 _SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "lines"}
 _PARQUET_BATCH_ROWS = 16  # read at once: long documents have megabytes each
 
+_MOST = 2**29  # bytes of one document: a small .gz may hold more than the memory does
+
 Cursor = dict[str, Any]  # JSON data
 
 
@@ -100,7 +102,9 @@ class LinesReader:
                 file.seek(offset - 1)
                 if file.read(1) != b"\n" or not file.peek(1):
                     raise _changed_error(self.path, f"no line starts at byte {offset:,}")
-            for line_number, line in enumerate(file, first):
+            for line_number, line in enumerate(iter(partial(file.readline, _MOST + 1), b""), first):
+                if len(line) > _MOST:
+                    raise _too_large_error(f"{self.path}:{line_number + 1}", "a line")
                 if line_number >= number and line.strip():
                     location = f"{self.path}:{line_number + 1}"
                     load = partial(_parse_record, line, location, offset)
@@ -242,12 +246,23 @@ def file_type(path: Path) -> str | None:
     return "parquet" if path.suffix.lower() == ".parquet" else _SUFFIXES.get(suffix)
 
 
+def require_file(path: Path) -> None:
+    """Raise if a path is a device, a pipe or a socket, which may have no end.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a file or a folder, got a device, a pipe or a socket")
+
+
 def file_reader(path: Path, column: str) -> Reader:
     """Return the reader of a file.
 
     Raises:
         ValueError: The file is empty, or of an unsupported type.
     """
+    require_file(path)
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty: expected documents; remove the file")
     kind = file_type(path)
@@ -276,7 +291,10 @@ def columns_to_read(names: Sequence[str], column: str, location: str) -> list[st
 
 def _read_text(path: Path) -> str:
     with _open_file(path) as file:
-        return _decode(file.read(), str(path))
+        raw = file.read(_MOST + 1)
+        if len(raw) > _MOST:
+            raise _too_large_error(str(path), "a text")
+        return _decode(raw, str(path))
 
 
 def _parse_record(line: bytes, location: str, offset: int) -> dict[str, Any]:
@@ -318,6 +336,13 @@ def _open_file(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, EOFError, zlib.error) as error:
         raise _read_error(path, error) from error
+
+
+def _too_large_error(location: str, what: str) -> ValueError:
+    return ValueError(
+        f"{location}: expected {what} of at most {_MOST / 2**20:,.0f} MiB, which would be one "
+        "document, got more: split it"
+    )
 
 
 def _changed_error(path: Path, damage: str) -> ValueError:

@@ -20,6 +20,7 @@ from rope_patch.training.data.readers import (
     TextReader,
     file_reader,
     file_type,
+    require_file,
 )
 from rope_patch.utils.errors import did_you_mean
 
@@ -91,6 +92,7 @@ def fingerprint(source: str) -> str:
 
 
 def _digest_file(path: Path, digest: Any) -> None:
+    require_file(path)
     size = path.stat().st_size
     digest.update(f"{path.suffix} {size} ".encode())
     with path.open("rb") as file:
@@ -122,7 +124,7 @@ def _source_paths(source: str) -> list[Path]:
 
 def _paths_below(path: Path) -> list[Path]:
     """Return the readable files below a path, sorted; skip hidden files and other file types."""
-    if path.is_file():
+    if not path.is_dir():
         return [path]
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(str(p) for p in sorted(path.iterdir()) if p.is_dir())

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from rope_patch.utils.errors import one_line
+from rope_patch.utils.strict_yaml import read_yaml
 
 
 def read_environment(path: Path, processes: int | None = None) -> dict[str, str]:
@@ -24,7 +25,7 @@ def read_environment(path: Path, processes: int | None = None) -> dict[str, str]
         ValueError: The file is no launch file, or its sizes do not fit its processes.
     """
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {one_line(str(error))}") from error
     if not isinstance(config, dict) or "distributed_type" not in config:
