@@ -48,7 +48,7 @@ class _OwnOriginOnly(urllib.request.HTTPRedirectHandler):
         fp: IO[bytes],
         code: int,
         msg: str,
-        headers: Message[str, str],  # type: ignore[override]
+        headers: Message[str, str],
         newurl: str,
     ) -> urllib.request.Request | None:
         """Return the next request.
