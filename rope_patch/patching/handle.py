@@ -42,6 +42,7 @@ from rope_patch.patching.stamp import (
 from rope_patch.patching.start_tokens import install_start_tokens
 from rope_patch.patching.summary import summarize
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.patching.whole_text import read_dropped_texts_again
 from rope_patch.utils.notebook import text_html
 
 logger = logging.getLogger("rope_patch")
@@ -332,6 +333,7 @@ class Patch:
                 hooks.attach(decoder, self._undo_log)
             limit_candidates(model, plan.length_hooks, self._undo_log)
             watch_generate(model, plan.length_hooks, self._undo_log)
+            read_dropped_texts_again(model, self._undo_log)
             watch_admission(model, plan.length_hooks, self._undo_log)
             for site in plan.rotation_sites:
                 lengths = [h for _, _, h in plan.length_hooks if site.rotary in h.rotaries]

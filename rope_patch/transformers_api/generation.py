@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from rope_patch.transformers_api.releases import installed_release
@@ -71,6 +72,35 @@ def has_stock_step(module: nn.Module, name: str) -> bool:
     own = getattr(type(module), name, None)
     stock = getattr(GenerationMixin, name, None)
     return own is not None and own is stock and name not in vars(module)
+
+
+def drops_cache_alone(module: nn.Module) -> bool:
+    """Return whether a model's `PREPARE_INPUTS` may drop the cache and keep the new tokens alone.
+
+    The steps of Phi-3 and its kin drop it at the config's original length, and up to transformers
+    5.17 do not change the number of new tokens with it.
+    """
+    if not _generates(module):
+        return False
+    step: Any = inspect.unwrap(getattr(type(module), PREPARE_INPUTS))
+    names = {*step.__code__.co_consts, *step.__code__.co_names}
+    return "original_max_position_embeddings" in names and "next_sequence_length" not in names
+
+
+def whole_text_arguments(tokens: torch.Tensor) -> dict[str, Any]:
+    """Return arguments of `PREPARE_INPUTS` that say that all tokens are new.
+
+    Args:
+        tokens: Ids of the whole text, `[B, S]`.
+    """
+    from transformers import GenerationMixin
+
+    if (
+        "next_sequence_length"
+        in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    ):
+        return {"next_sequence_length": None}
+    return {"cache_position": torch.arange(tokens.shape[1], device=tokens.device)}  # 5.0
 
 
 def drafts_at_least_one(generator: Any) -> bool:

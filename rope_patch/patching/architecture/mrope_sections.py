@@ -52,7 +52,8 @@ def mrope_sections(traits: RotaryTraits) -> tuple[int, ...] | None:
     even = traits.probe_with({None: Frequencies(torch.ones_like(own.inv_freq), 1.0)})
     marks = [_tables(even, position)[1] for position in torch.eye(AXES, dtype=torch.int64)]
     if any(mark.shape != (2 * pairs,) for mark in marks):
-        raise refusal  # an older release, which applies sections in its attention
+        # Qwen2-VL and Qwen2.5-VL up to 5.10, which apply sections in their attention.
+        raise Refused(f"{refusal}; or use a newer release of transformers")
     sections = torch.stack(marks).argmax(0)[:pairs]
     position = torch.tensor([5, 19, 11])
     angle = position[sections] * own.inv_freq.float()

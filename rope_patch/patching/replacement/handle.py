@@ -21,6 +21,7 @@ from rope_patch.patching.replacement.encoding import (
 )
 from rope_patch.patching.replacement.hooks import AttentionHook, SharedTensors, TableHook
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.patching.whole_text import read_dropped_texts_again
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.notebook import text_html
 
@@ -93,6 +94,7 @@ class EncodedModel:
             refusal = f"the encoding {encoding.name!r}" if encoding.reads_slots else None
             guard_batching(self.model, log, refusal=refusal and slots_refusal(refusal))
             install_position_rule(self.model, find_rotaries(self.model), log, counts_tokens=True)
+            read_dropped_texts_again(self.model, log)
             log.hook(decoder, before=shared.forget, after=shared.forget)
             if isinstance(encoding, AbsoluteEncoding):
                 log.hook(decoder.layers[0], before=TableHook(encoding))

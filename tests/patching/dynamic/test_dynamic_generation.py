@@ -105,16 +105,24 @@ def test_conversation_continues_from_its_cache():
     assert conversations[0].equal(conversations[1])
 
 
-@pytest.mark.parametrize("family", ["llama"] if OLD_TRANSFORMERS else ["llama", "phi3"])
-def test_longrope_generates_across_the_trained_length(family):
-    """With one layer, decoding with re-rotated keys equals decoding without a cache."""
+@pytest.mark.parametrize(
+    ("family", "method", "options"),
+    [
+        ("llama", "longrope", {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}),
+        ("phi3", "longrope", {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}),
+        ("phi3", "yarn", {}),
+    ],
+)
+def test_generation_crosses_the_trained_length(family, method, options):
+    """With one layer, decoding with re-rotated keys equals decoding without a cache.
+
+    Phi-3's generate drops the cache there.
+    """
     model = make_model(
         family, tie_word_embeddings=False, initializer_range=0.2, num_hidden_layers=1
     )
     ids = tokens(TRAINED - 20)
-    rope_patch.patch(
-        model, "longrope", factor=4, long_factor=LONG_FACTOR, short_factor=SHORT_FACTOR
-    )
+    rope_patch.patch(model, method, factor=4, **options)
     way = {"do_sample": False}
     assert generate(model, ids, **way).equal(generate(model, ids, use_cache=False, **way))
 
