@@ -55,7 +55,7 @@ def test_report_is_rebuilt_from_stored_results(compare_run, tmp_path):
 def test_report_of_several_runs_needs_an_output_folder(compare_run):
     folder, _ = compare_run
     status, out, err = run_in_this_process("report", folder, folder)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert "give --out FOLDER" in err
 
 
@@ -105,7 +105,7 @@ def test_trained_models_of_other_questions_are_refused(compare_run, trained_run,
         ([folder, "--trained", tmp_path / "no", "--out", tmp_path], "there is no"),
     ]:
         status, out, err = run_in_this_process("report", *arguments)
-        assert (status, out) == (1, "")
+        assert (status, out) == (2, "")
         assert err.startswith("error: ")
         assert reason in err
     assert not list(tmp_path.iterdir())
@@ -121,7 +121,7 @@ def test_changed_and_foreign_results_are_refused(compare_run, tmp_path):
     ]:
         (tmp_path / "report.json").write_text(content)
         status, out, err = run_in_this_process("report", tmp_path)
-        assert (status, out) == (1, "")
+        assert (status, out) == (2, "")
         assert err.startswith("error: ")
         assert reason in err
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
@@ -137,7 +137,7 @@ def test_changed_and_foreign_results_are_refused(compare_run, tmp_path):
 )
 def test_bad_methods_fail_with_one_line_before_the_model_is_read(tmp_path, arguments, message):
     status, out, err = run_in_this_process("compare", TINY, *arguments, "--out", tmp_path / "new")
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     (line,) = err.splitlines()
     assert line.startswith("error: ")
     assert message in line
@@ -153,14 +153,14 @@ def test_json_option_prints_only_json_to_stdout(tmp_path):
     assert len(json.loads(out)["methods"]) == 1
 
 
-def test_exit_status_is_1_if_every_sample_fails(tmp_path, monkeypatch):
+def test_exit_status_is_2_if_every_sample_fails(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("boom")
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
     arguments = ["--method", "none", "--lengths", "352", "--tasks", "rp_niah_single_2_ll"]
     status, out, err = run_in_this_process("eval", TINY, *arguments, "--out", tmp_path)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert "error: not one of 3 samples could be answered: RuntimeError: boom" in err
 
 
@@ -198,7 +198,7 @@ def test_interrupt_prints_how_to_continue(tmp_path, monkeypatch):
 def test_bad_input_is_one_error_line(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     status, out, err = run_in_this_process(*arguments)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.splitlines()[-1].startswith("error: ")
     assert message in err
     assert not list(tmp_path.iterdir())

@@ -105,7 +105,7 @@ def test_a_folder_without_a_result_and_two_of_longrope_are_refused(finished_run,
         (f"{folder},{folder}", "evaluate one at a time"),
     ]:
         run = evaluate(tmp_path / "new", "--method", method)
-        assert message in str(run.exception)
+        assert message in run.output
     assert not (tmp_path / "new").exists()
 
 
@@ -113,7 +113,7 @@ def test_another_trained_length_than_the_search_s_is_refused(finished_run, tmp_p
     _, folder, _ = finished_run
     replace(SearchResult.load(folder), asked={"trained_length": 128}).save(tmp_path / "found")
     run = evaluate(tmp_path / "new", "--method", tmp_path / "found", "--trained-length", 256)
-    assert "searched with trained_length 128: give --trained-length 128" in str(run.exception)
+    assert "searched with trained_length 128: give --trained-length 128" in run.output
 
 
 def test_pictures_of_the_search_and_the_result_are_written(finished_run):
