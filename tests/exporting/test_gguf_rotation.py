@@ -1,8 +1,6 @@
 """Test that loading, verifying and diagnosing read the rotation that a GGUF file names."""
 
-import sys
-from pathlib import Path
-
+import gguf_reader
 import numpy as np
 import pytest
 import torch
@@ -14,8 +12,6 @@ from rope_patch.verifying.engine import CannotVerify
 from rope_patch.verifying.local_files import open_local_files
 
 gguf = pytest.importorskip("gguf")
-sys.path.insert(0, str(Path(__file__).parents[1] / "exporting"))
-import gguf_reader
 
 SIZE, HEADS, TRAINED = 16, 2, 64
 STRETCHES = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.5, 8.0]
@@ -43,7 +39,7 @@ def write(folder, keys, stretches=None, architecture="llama"):
     writer.add_rope_dimension_count(SIZE)
     writer.add_rope_freq_base(1e4)
     writer.add_vocab_size(width)
-    parts = "attn_q attn_k attn_v attn_output ffn_gate ffn_up ffn_down".split()
+    parts = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
     names = ["token_embd", "output", *(f"blk.0.{part}" for part in parts)]
     for name in names:
         writer.add_tensor(f"{name}.weight", rng.normal(size=(width, width)).astype(np.float32))
