@@ -45,6 +45,11 @@ _LOWER_BOUNDS = {
     "low_freq_factor": 0,
     "high_freq_factor": 0,
 }
+# Of two numbers of a scaling, the one that must be below the other, with transformers' defaults.
+_ASCENDING = {
+    "llama3": (("low_freq_factor", None), ("high_freq_factor", None)),
+    "yarn": (("beta_slow", 1.0), ("beta_fast", 32.0)),
+}
 
 
 def read_geometries(
@@ -95,13 +100,20 @@ def require_valid_rope_config(config_dict: dict[str, Any]) -> None:
     """Raise if the RoPE fields of a config.json that transformers cannot read are invalid.
 
     Args:
-        config_dict: The whole file, or the decoder's part.
+        config_dict: The whole file, or the decoder's part; a file may hold anything.
 
     Raises:
         ValueError: A field is invalid; names it.
     """
+    if not isinstance(config_dict, dict):
+        raise Refused(f"config.json must hold an object ({{...}}), got {config_dict!r:.40}")
     text = config_dict.get("text_config")
     text = text if isinstance(text, dict) else config_dict
+    heads = text.get("num_attention_heads", 1)
+    if not _is_count(heads):
+        raise Refused(
+            f"num_attention_heads must be a whole number, at least 1, got {heads!r} in the config"
+        )
     parameters: Any = (
         text.get("rope_scaling") or text.get("rope_parameters") or {"rope_type": "default"}
     )
@@ -275,6 +287,16 @@ def _require_rope_keys(parameters: dict[str, Any]) -> None:
     for name, least in _LOWER_BOUNDS.items():
         if rope_type in _REQUIRED_KEYS and (name in required or parameters.get(name) is not None):
             _read_number(parameters, name, least=least)
+    if rope_type in _ASCENDING:
+        low, high = (
+            (name, default if parameters.get(name) is None else parameters[name])
+            for name, default in _ASCENDING[rope_type]
+        )
+        if not low[1] < high[1]:
+            raise Refused(
+                f"{low[0]} must be below {high[0]} in the config's rope_parameters, got "
+                f"{low[0]}={low[1]!r} and {high[0]}={high[1]!r}"
+            )
     for name in ("long_factor", "short_factor"):
         value = parameters.get(name)
         if name in required and not (

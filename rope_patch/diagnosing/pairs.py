@@ -10,6 +10,9 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies
 from rope_patch.methods.ntk_by_parts import yarn_mscale
 
+# Rotations computed in float32 and in float64 differ by up to some units in float32's last place.
+_ROUNDING = 1e-6
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -32,7 +35,7 @@ class Pair:
     @property
     def extrapolates(self) -> bool:
         """Whether the target length takes the pair beyond its angles in training."""
-        return self.turns < 1 and self.turns_at_length > self.turns * (1 + 1e-9)
+        return self.turns < 1 and self.turns_at_length > self.turns * (1 + _ROUNDING)
 
 
 @dataclass(frozen=True)

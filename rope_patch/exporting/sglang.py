@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rope_patch.exporting.engine_fields import require_fields_are_read
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.rotation import LayerRotation
 from rope_patch.exporting.target import Target
@@ -34,6 +35,7 @@ def export(target: Target) -> Export:
         ValueError: SGLang has no form for the rotation.
     """
     target.require_static(NAME)
+    require_fields_are_read(target, NAME)
     all_parameters = {k: _rope_fields(target, k, r) for k, r in target.rotations.items()}
     fields = {"max_position_embeddings": target.length, **target.fields(all_parameters)}
     nested = target.text is not target.config

@@ -22,7 +22,12 @@ from rope_patch.patching.method_wrappers import describe_yarn, unwrap
 from rope_patch.patching.mla_scale import SoftmaxScaled, find_mla_attentions
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained.loading import empty_model
-from rope_patch.rope_config import LONGROPE_ONLY, by_layer_type, config_rope_type
+from rope_patch.rope_config import (
+    LONGROPE_ONLY,
+    by_layer_type,
+    config_rope_type,
+    read_geometries,
+)
 from rope_patch.utils.errors import Refused
 
 STATIC_ALTERNATIVE = (
@@ -224,6 +229,7 @@ class Target:
         """Return the target of an unpatched model with a scaling of its own."""
         modules = find_rotaries(model)
         text_config: Any = modules[0].module.config
+        read_geometries(text_config, text_config.max_position_embeddings)  # raises for bad numbers
         rotaries = [RotaryTraits.of(model, rotary, text_config) for rotary in modules]
         frequencies = _unpatched_frequencies(rotaries)
         all_parameters = by_layer_type(text_config.rope_parameters)

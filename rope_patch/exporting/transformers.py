@@ -2,13 +2,21 @@
 
 Version 4 as modeling_rope_utils.py of 4.57.6 reads it: `rope_scaling` beside a separate
 `rope_theta`, no `proportional`, and for Gemma 3 a `rope_local_base_freq` beside them. For Phi-3
-`rope_scaling` holds only the stretches, so its attention factor comes from two lengths.
+`rope_scaling` holds only the stretches, so its attention factor comes from two lengths. Its model
+files differ, and docs/generate/transformers4_fields.py runs them:
+
+- GPT-NeoX takes its theta as `rotary_emb_base`, and its share of rotating pairs as `rotary_pct`.
+- OLMo and OLMo 2 take `type` and `factor` alone. Llama 4 takes any `rope_scaling` for Llama 3's.
+- Mixtral and MiniMax multiply by a `head_dim` that their configs leave out.
+- Qwen3-VL fails without a `rope_scaling`, and GLM-4V with the `type` that Qwen2-VL needs.
+- DeepSeek-V2 leaves YaRN's attention factor out of its softmax scale; Nemotron ignores scalings.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from rope_patch.exporting.engine_fields import require_fields_are_read
 from rope_patch.exporting.longrope_length import original_length_for_factor
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.rotation import LayerRotation
@@ -22,6 +30,13 @@ _SIDECAR_ADVICE = (
 )
 _GEMMA3 = ("gemma3_text",)
 _OUTER_KEYS = ("rope_theta", "partial_rotary_factor")  # beside rope_scaling in transformers 4
+_GPT_NEOX_KEYS = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+_OUTER_NAMES = dict.fromkeys(("gpt_neox", "gpt_neox_japanese"), _GPT_NEOX_KEYS)
+_TYPE_AND_FACTOR = ("olmo", "olmo2")
+_THREE_FIELDS = ("phi3", "phi4_multimodal")
+_MROPE_TYPE = ("qwen2_vl_text", "qwen2_5_vl_text")
+_NEEDS_HEAD_DIM = ("mixtral", "minimax")
+_NEEDS_SCALING = ("qwen3_vl_text", "qwen3_vl_moe_text")
 
 
 def export(target: Target) -> Export:
@@ -52,6 +67,7 @@ def export_v4(target: Target) -> Export:
         ValueError: Its configs have no form for the rotation.
     """
     target.require_config_form(NAME_V4, _SIDECAR_ADVICE)
+    require_fields_are_read(target, NAME_V4)
     rotation = target.rotations.get(None)
     fields = _gemma3_fields(target) if rotation is None else _v4_fields(target, rotation)
     return Export(
@@ -89,28 +105,46 @@ def _v4_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
     parameters = dict(rotation.parameters)
     if rotation.scaling == "proportional":
         parameters = rotation.as_longrope(target.length)
-    fields = {key: parameters.pop(key) for key in _OUTER_KEYS if key in parameters}
-    if target.model_type == "phi3":
+    names = _OUTER_NAMES.get(target.model_type, {})
+    fields = {names.get(k, k): parameters.pop(k) for k in _OUTER_KEYS if k in parameters}
+    if target.model_type in _THREE_FIELDS:
         return {**fields, **_phi3_fields(target, rotation, parameters)}
     if target.is_mla and rotation.scaling not in ("default", "yarn"):
         raise target.refuse(
             NAME_V4,
             "multi-head latent attention takes there a new theta or YaRN; use ntk, abf or yarn",
         )
-    if rotation.scaling == "default" and "mrope_section" not in parameters:
-        return {**fields, "rope_scaling": None}
     if "mrope_section" in parameters:
         if rotation.scaling != "default":
             raise target.refuse(
                 NAME_V4, "M-RoPE takes no scaling there, only a new theta; use ntk or abf"
             )
-        parameters["type"] = "mrope"
+        if target.model_type in _MROPE_TYPE:
+            parameters["type"] = "mrope"
+        else:
+            parameters.pop("type", None)
+    elif rotation.scaling == "default" and target.model_type not in _NEEDS_SCALING:
+        return {**fields, "rope_scaling": None}
+    elif target.model_type in _TYPE_AND_FACTOR:
+        if rotation.scaling != "linear":
+            raise target.refuse(
+                NAME_V4, f"{target.model_type} takes linear there and no other scaling; use linear"
+            )
+        parameters = {"type": "linear", "factor": parameters["factor"]}
+        return {**fields, "rope_scaling": parameters}
+    elif target.model_type == "llama4_text" and rotation.scaling != "llama3":
+        raise target.refuse(
+            NAME_V4, "Llama 4 takes llama3 there and no other scaling; use llama3, ntk or abf"
+        )
     if parameters["rope_type"] == "longrope":
         original = parameters["original_max_position_embeddings"]
         if target.is_length_dependent or getattr(
             target.text, "original_max_position_embeddings", None
         ):
             fields["original_max_position_embeddings"] = original
+    if target.model_type in _NEEDS_HEAD_DIM:
+        text = target.text
+        fields["head_dim"] = text.head_dim or text.hidden_size // text.num_attention_heads
     return {**fields, "rope_scaling": parameters}
 
 

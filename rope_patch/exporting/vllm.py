@@ -18,6 +18,7 @@ import json
 from typing import Any
 
 from rope_patch.exporting import vllm_plugin
+from rope_patch.exporting.engine_fields import require_fields_are_read
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.rotation import LayerRotation
 from rope_patch.exporting.target import Target
@@ -82,6 +83,7 @@ def overrides(target: Target, length: int, positions: int) -> dict[str, Any]:
         Value of `hf_overrides`, nested like the config.
     """
     target.require_static(NAME)
+    require_fields_are_read(target, NAME)
     all_parameters = {
         layer_type: _rope_fields(target, layer_type, rotation, length)
         for layer_type, rotation in target.rotations.items()

@@ -10,6 +10,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
+from rope_patch.exporting.engine_fields import engine_version, what_engine_reads
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.target import Target
 from rope_patch.geometry import Geometry
@@ -31,6 +32,12 @@ def plugin_refusal(target: Target) -> str | None:
         return "latent attention has its attention factor in the softmax scale"
     if target.model_type in ("gpt_oss", "deepseek_v4"):
         return f"vLLM's {target.model_type} builds its YaRN itself"
+    if (reads := what_engine_reads(target, "vllm")) != "scaling":
+        return f"vLLM {engine_version('vllm')} " + (
+            f"runs {target.model_type} in transformers' own model, which the plugin does not reach"
+            if reads == "transformers"
+            else f"hands no scaling of {target.model_type} to the functions that it replaces"
+        )
     if getattr(unwrap(method), "growth", None) == "exact":
         return "growth='exact' has another rotation for every length; leave it out"
     if isinstance(method, ContinuedScaling):

@@ -111,6 +111,11 @@ class Temperature:
             return 1 + self.coefficient * torch.log1p(periods.to(dtype))
         tokens = (positions + 1).to(dtype)
         growth = torch.log(tokens / trained_length).clamp(min=0)  # 0 up to the trained length
+        if self.kind == "log-n" and trained_length < 2:
+            raise Refused(
+                "temperature 'log-n' divides by ln(trained_length), so the trained length must be "
+                f"at least 2 tokens, got {trained_length}"
+            )
         scale = 1 / math.log(trained_length) if self.kind == "log-n" else self.coefficient
         return 1 + scale * growth
 

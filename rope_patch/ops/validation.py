@@ -157,8 +157,8 @@ def may_share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 def _range_below(period: float, x: torch.Tensor) -> tuple[int, int]:
     """Return the first element and the one behind the last, of the strides below a period."""
     inner = [(s, n) for s, n in zip(x.stride(), x.shape, strict=True) if s < period]
-    first = x.storage_offset()
-    return int(first), int(first + sum((n - 1) * s for s, n in inner)) + 1
+    first = int(x.storage_offset())
+    return first, first + sum((n - 1) * s for s, n in inner) + 1
 
 
 def _require_float(*tensors: torch.Tensor | None) -> None:

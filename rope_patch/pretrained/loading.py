@@ -239,7 +239,13 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         StrictDataclassError,
     ) as error:
         try:
-            require_valid_rope_config(PreTrainedConfig.get_config_dict(path)[0])
+            file = Path(path) / "config.json"  # which transformers takes for an object
+            is_here = file.is_file()
+            require_valid_rope_config(
+                parse_json(file.read_text())
+                if is_here
+                else PreTrainedConfig.get_config_dict(path)[0]
+            )
         except ValueError as cause:  # transformers' own message is about its code
             raise loading_error(path, cause) from error
         except (OSError, KeyError, TypeError, AttributeError):

@@ -61,7 +61,9 @@ def recorded_extension(sidecar: dict[str, Any]) -> Extension:
     """
     method, record, origin = sidecar["method"], sidecar[OUTSIDE], describe_outside(sidecar)
     try:
-        follows_length, start_tokens = record["follows_length"], int(record["start_tokens"])
+        follows_length, start_tokens = record["follows_length"], record["start_tokens"]
+        if type(start_tokens) is not int or start_tokens < 0:
+            raise ValueError(f"start_tokens must be a whole number from 0 on, got {start_tokens!r}")
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(
             f"rope_patch.json is damaged ({OUTSIDE}: {error!r}): save the model again"

@@ -9,6 +9,7 @@ from helpers.tiny_models import make_config, make_model
 from transformers import LlamaConfig
 
 import rope_patch
+from rope_patch.diagnosing.pairs import Pair
 
 # head_dim, theta, trained length, first pair that never completed a rotation in training.
 PUBLISHED = [
@@ -99,3 +100,10 @@ def test_yarn_attention_factor_is_the_formulas():
 
     assert predicted(32768) == pytest.approx(0.1 * math.log(4) + 1, rel=1e-12)
     assert predicted(4096) == 1
+
+
+def test_rounding_is_no_new_angle():
+    """A folder's frequencies in float32 differ from those in float64 in the last place."""
+    pair = {"pair": 3, "wavelength": 100.0, "stretch": 4.0}
+    assert not Pair(turns=0.5, turns_at_length=0.5 * (1 + 2**-22), **pair).extrapolates
+    assert Pair(turns=0.5, turns_at_length=0.5001, **pair).extrapolates

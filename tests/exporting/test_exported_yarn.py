@@ -15,7 +15,7 @@ _LAYER_TYPES = {"transformers4", "sglang", "mlx", "llama.cpp"}
 REFUSED = {
     "gpt-oss": {"mlx", "llama.cpp"},  # they always truncate
     "Olmo 3": _LAYER_TYPES,
-    "Ministral 3": {"mlx", "llama.cpp"},  # architectures that are unknown there
+    "Ministral 3": {"mlx", "llama.cpp", "transformers4"},  # architectures that are unknown there
     "DeepSeek-V3": {"mlx", "llama.cpp"},
     "Laguna": _LAYER_TYPES,
 }
@@ -44,7 +44,7 @@ def test_engines_rotate_as_the_continued_yarn_or_refuse(name, engine):
 
 
 @pytest.mark.parametrize("method", ["yarn", "ntk"])
-@pytest.mark.parametrize("engine", ["transformers", "transformers4", "vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["transformers", "vllm", "sglang"])
 def test_temperature_of_positions_starts_where_it_did(engine, method):
     """Ministral 3's queries grow beyond original_max_position_embeddings."""
     model = make_model("Ministral 3")
@@ -54,7 +54,7 @@ def test_temperature_of_positions_starts_where_it_did(engine, method):
             rope_patch.export(model, engine)
         return
     config = rope_patch.export(model, engine).config
-    parameters = config.get("rope_parameters") or config["rope_scaling"]
+    parameters = config["rope_parameters"]
     assert parameters["llama_4_scaling_beta"] == 0.1
     assert parameters["original_max_position_embeddings"] == 16384
 

@@ -1,8 +1,6 @@
 """Test that loading, verifying and diagnosing read the rotation that a GGUF file names."""
 
-import sys
-from pathlib import Path
-
+import gguf_reader
 import numpy as np
 import pytest
 import torch
@@ -14,8 +12,6 @@ from rope_patch.verifying.engine import CannotVerify
 from rope_patch.verifying.local_files import open_local_files
 
 gguf = pytest.importorskip("gguf")
-sys.path.insert(0, str(Path(__file__).parents[1] / "exporting"))
-import gguf_reader
 
 SIZE, HEADS, TRAINED = 16, 2, 64
 STRETCHES = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.5, 8.0]

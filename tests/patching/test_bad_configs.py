@@ -56,6 +56,9 @@ CASES = [
     (edited(YARN, attention_factor="1"), "attention_factor must be a number"),
     (edited(LLAMA3, low_freq_factor=MISSING), "low_freq_factor must be a number"),
     (edited(LLAMA3, high_freq_factor=None), "high_freq_factor must be a number"),
+    (edited(LLAMA3, low_freq_factor=4.0), "low_freq_factor must be below high_freq_factor"),
+    (edited(YARN, beta_fast=1.0, beta_slow=32.0), "beta_slow must be below beta_fast"),
+    (edited(YARN, beta_slow=32.0), "beta_slow must be below beta_fast"),
     (edited(LONGROPE, long_factor=MISSING), "long_factor must be a list of numbers"),
     (edited(LONGROPE, short_factor="1"), "short_factor must be a list of numbers"),
     (edited(LONGROPE, long_factor=[1.0, -1.0]), "long_factor must be a list of numbers above 0"),
@@ -197,3 +200,41 @@ def test_bad_parameters_of_one_layer_type_are_refused(field, value, message):
             attempt(model, "linear", factor=8)
     assert rope_patch.current(model) is None
     assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({**LLAMA3, "low_freq_factor": 9.0}, "low_freq_factor must be below"),
+        ({**YARN, "beta_fast": 0.5}, "beta_slow must be below"),
+    ],
+)
+def test_exports_of_impossible_configs_are_refused(parameters, message):
+    model = make_model("llama", **edited(parameters))
+    for source in (model, model.config):
+        for engine in ("vllm", "llama.cpp", "transformers"):
+            with pytest.raises(ValueError, match=message):
+                rope_patch.export(source, engine)
+
+
+def test_log_n_needs_a_trained_length_with_a_logarithm():
+    model = make_model("llama")
+    rope_patch.patch(model, "linear", factor=4, temperature="log-n", trained_length=1)
+    with pytest.raises(ValueError, match=r"'log-n' divides by ln\(trained_length\).*got 1"):
+        logits(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("7", r"config\.json must hold an object .*got 7"),
+        ("heads", "num_attention_heads must be a whole number, at least 1, got 0"),
+    ],
+)
+def test_config_files_that_transformers_cannot_read_are_explained(tmp_path, text, message):
+    if text == "heads":
+        text = json.dumps({**make_model("llama").config.to_dict(), "num_attention_heads": 0})
+    (tmp_path / "config.json").write_text(text)
+    for call in (rope_patch.diagnose, lambda path: rope_patch.load(path, "yarn", factor=2.0)):
+        with pytest.raises(ValueError, match=message):
+            call(tmp_path)

@@ -1,0 +1,58 @@
+"""What each engine's model files read of a rotation, by architecture.
+
+An engine's formulas may be right and its model file for an architecture may never pass the fields
+to them. engine_fields.json says what reaches them, for one version of each engine; docs/generate
+writes it from the engines' own files.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rope_patch.exporting.target import Target
+
+_TABLE = Path(__file__).with_suffix(".json")
+
+
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    return dict(json.loads(_TABLE.read_text(encoding="utf-8")))
+
+
+def engine_version(engine: str) -> str:
+    """Return the version of an engine whose files were read."""
+    return str(_table()[engine]["version"])
+
+
+def what_engine_reads(target: Target, engine: str) -> str | None:
+    """Return what an engine's model file reads.
+
+    Returns:
+        "scaling" (theta, too), "theta", "transformers" (the engine runs transformers' own model),
+        or None where it reads neither or that is unknown.
+    """
+    for model_type in dict.fromkeys((target.config.model_type, target.model_type)):
+        for kind, model_types in _table()[engine].items():
+            if kind != "version" and model_type in model_types:
+                return kind
+    return None
+
+
+def require_fields_are_read(target: Target, engine: str) -> None:
+    """Raise unless the engine's model file for an architecture reads what an export writes."""
+    reads, name = what_engine_reads(target, engine), f"{engine} {engine_version(engine)}"
+    if reads is None:
+        raise target.refuse(
+            engine,
+            f"{name} has no model of {target.model_type} that is known to read rope_theta and a "
+            "scaling from the fields that are written; use transformers with rope_patch",
+        )
+    if reads == "theta" and any(r.scaling != "default" for r in target.rotations.values()):
+        raise target.refuse(
+            engine,
+            f"in {name} the model of {target.model_type} reads a theta and no scaling; use ntk or "
+            "abf",
+        )
