@@ -106,7 +106,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
             folder,
             version("transformers"),
             handle.method,
-            OTHER_GROWTH if handle.method.name == "dynamic" else "",
+            OTHER_GROWTH if isinstance(handle, Patch) and handle.method.name == "dynamic" else "",
         )
 
 
