@@ -59,6 +59,7 @@ def patch(
       rope-patch patch ./my-model --method yarn --length 131072 --to my-model-128k --weights copy
     """
     from rope_patch.pretrained.patched_checkpoint import patch_checkpoint
+    from rope_patch.pretrained.saving import OTHER_GROWTH
 
     if weights not in ("link", "copy"):
         raise ValueError(f"--weights must be link or copy, got {weights!r}")
@@ -90,5 +91,6 @@ def patch(
         print("plain transformers loads it; what other engines need:")
         print(f"  rope-patch export {folder} --engine vllm")
     else:
-        print("no config of transformers says this; load the folder with")
+        growth = OTHER_GROWTH if method == "dynamic" else ""
+        print(f"no config of transformers says this{growth}; load the folder with")
         print(f"  rope_patch.load({str(checkpoint.folder)!r})")

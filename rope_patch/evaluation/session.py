@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from rope_patch.evaluation.encoding_facts import (
     RowsGuard,
     encoding_identity,
@@ -21,10 +23,11 @@ from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.request import BASELINE, EvalRequest
 from rope_patch.evaluation.results_schema import MethodRecord, TokenCounts
 from rope_patch.inference.answers import AnswerStore, answer_key
+from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching import Patch, patch
 from rope_patch.patching.active import current
 from rope_patch.patching.encodings.handle import EncodingPatch
-from rope_patch.patching.method_wrappers import method_origin
+from rope_patch.patching.method_wrappers import method_origin, unwrap
 from rope_patch.pretrained.device_map import placement
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.quantization import loading_arguments, parse_quantization, quantize
@@ -288,7 +291,18 @@ def _rotation_identity(handle: Patch | EncodingPatch, length: int, end: int) -> 
     rotation |= handle.method.attention_changes(end, handle.trained_length)
     if rotation and handle.method.start_token_count:
         rotation["kept tokens"] = handle.method.start_token_count
+    if not rotation and not _keeps_bits(handle):
+        rotation["kernels"] = handle.extension.kernels
     return rotation or None
+
+
+def _keeps_bits(handle: Patch) -> bool:
+    """Return whether texts with the plain model's rotation get its bits, not another rounding."""
+    if handle.extension.kernels != "auto":
+        return handle.extension.kernels == "hf"
+    method = unwrap(handle.method)
+    follows = method.is_length_dependent(handle.trained_length) or isinstance(method, PositionMap)
+    return follows or not torch.cuda.is_available()
 
 
 def _numbers_at(handle: Patch, length: int) -> dict[str, list[float]]:

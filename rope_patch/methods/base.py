@@ -104,7 +104,10 @@ class Method(ABC):
 
     @property
     def is_native(self) -> bool:
-        """Return whether a transformers config can express the method with its temperature."""
+        """Return whether one pass in plain transformers equals the method's at every length.
+
+        A config then expresses the method with its temperature.
+        """
         return self.has_config_form and self.query_temperature is None
 
     @property

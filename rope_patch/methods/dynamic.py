@@ -73,6 +73,10 @@ class DynamicNTK(Dynamic, NTK):
     def has_config_form(self) -> bool:
         return True
 
+    @property
+    def is_native(self) -> bool:
+        return super().is_native and self.growth == "exact"  # as transformers' own grows
+
     def factor_at(self, ratio: float) -> float:
         return self.factor * ratio - (self.factor - 1)
 

@@ -21,6 +21,7 @@ from rope_patch.patching.active import current
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.encodings.handle import EncodingPatch
+from rope_patch.patching.method_wrappers import unwrap
 from rope_patch.patching.mla_scale import config_mscale
 from rope_patch.patching.replacement.handle import EncodedModel, current_encode
 from rope_patch.pretrained.encoded_model import write_encoded
@@ -39,6 +40,10 @@ _CONFIG_ERRORS = (KeyError, ValueError, TypeError, AttributeError)
 ADAPTER_CONFIG = "adapter_config.json"
 _DISK_ADVICE = "What was in the folder before is still there: REMEDY, and save again"
 
+OTHER_GROWTH = (
+    " as it grows here: its own dynamic grows with every token, and equals growth='exact' alone"
+)
+
 
 def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
     """Write a patched model: safetensors, a native config, and the sidecar `rope_patch.json`.
@@ -47,8 +52,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
     float32 rounding (it computes frequencies in float32). If it has none, a warning says so, and
     the sidecar's `native` is false. Dynamic methods other than `dynamic` have none: plain
     transformers then loads the unpatched model. Its own `dynamic` grows with every token and keeps
-    stale cached keys. So it equals ours with growth="exact" in one pass, and never beyond the
-    trained length with a cache.
+    stale cached keys. So it equals ours in one pass with growth="exact" alone, which is native, and
+    never beyond the trained length with a cache.
 
     An interrupted save leaves the folder's previous content in place.
 
@@ -96,11 +101,12 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
         )
     elif not native:
         logger.warning(
-            "%s: transformers %s has no form of its own for %s; load this folder with "
+            "%s: transformers %s has no form of its own for %s%s; load this folder with "
             "rope_patch.load",
             folder,
             version("transformers"),
             handle.method,
+            OTHER_GROWTH if isinstance(handle, Patch) and handle.method.name == "dynamic" else "",
         )
 
 
@@ -225,7 +231,7 @@ def raise_tokenizer_length(folder: Path, handle: Patch | EncodingPatch) -> None:
 
 def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
     """Return whether transformers, from the folder alone, rotates as the patched model does."""
-    if not handle.method.is_native:
+    if not (handle.method.is_native and unwrap(handle.method).is_native):
         return False
     try:
         config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)

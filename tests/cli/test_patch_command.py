@@ -63,3 +63,12 @@ def test_wrong_words_are_one_error_and_write_nothing(tmp_path, monkeypatch, word
     assert result.returncode != 0
     assert message in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("growth", ["stepped", "exact"])
+def test_dynamic_in_steps_is_not_transformers_own(tmp_path, growth):
+    folder = tmp_path / "new"
+    words = ["--method", "dynamic", "--length", "512", "--option", f"growth={growth}"]
+    printed = run_in_this_process("patch", TINY, *words, "--to", str(folder)).stdout
+    assert ("plain transformers loads it" in printed) == (growth == "exact")
+    assert ("equals growth='exact' alone" in printed) == (growth != "exact")

@@ -56,3 +56,11 @@ def test_position_maps_share_the_plain_models_answers_up_to_the_trained_length(n
 
 def test_string_changes_answers_within_the_trained_length():
     assert identity("string", length=TRAINED, end=TRAINED) is not None
+
+
+@pytest.mark.parametrize("method", ["dynamic-yarn", "self-extend"])
+def test_only_equal_bits_share_the_plain_models_answer(method):
+    short = {"length": TRAINED // 2, "end": TRAINED}
+    assert identity(method, **short) is None
+    assert identity(method, **short, kernels="hf") is None
+    assert identity(method, **short, kernels="reference") == {"kernels": "reference"}

@@ -250,3 +250,21 @@ def test_temperature_of_nope_from_0_1_keeps_its_meaning(stored, temperature):
     extension = extension_from_sidecar({**request, "options": options})
     handle = rope_patch.patch(make_model(), extension)
     assert handle.method.temperature == temperature
+
+
+@pytest.mark.parametrize("growth", ["stepped", "exact", "admission"])
+def test_dynamic_is_native_where_one_pass_of_any_length_is_equal(growth, tmp_path, caplog):
+    """transformers' own dynamic grows with every token, so steps are equal at their ends alone."""
+    model = make_model()
+    rope_patch.patch(model, "dynamic", growth=growth)
+    rope_patch.save(model, tmp_path)
+    native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    apart = [
+        (logits(native, n) - logits(model, n)).abs().max().item()
+        for n in (SHORT, 2 * TRAINED, LONG)
+    ]
+    assert max(apart[:2]) < 1e-5
+    assert (apart[2] < 1e-5) == (growth == "exact")
+    assert sidecar(tmp_path)["native"] is (growth == "exact")
+    assert ("grows with every token" in caplog.text) == (growth != "exact")
+    assert logits(rope_patch.load(tmp_path)).equal(logits(model))
