@@ -46,7 +46,7 @@ _LOWER_BOUNDS = {
     "high_freq_factor": 0,
 }
 # Of two numbers of a scaling, the one that must be below the other, with transformers' defaults.
-_ASCENDING = {
+_ASCENDING: dict[str, tuple[tuple[str, Any], ...]] = {
     "llama3": (("low_freq_factor", None), ("high_freq_factor", None)),
     "yarn": (("beta_slow", 1.0), ("beta_fast", 32.0)),
 }
@@ -288,14 +288,14 @@ def _require_rope_keys(parameters: dict[str, Any]) -> None:
         if rope_type in _REQUIRED_KEYS and (name in required or parameters.get(name) is not None):
             _read_number(parameters, name, least=least)
     if rope_type in _ASCENDING:
-        low, high = (
-            (name, default if parameters.get(name) is None else parameters[name])
+        (lowest, low), (highest, high) = (
+            (name, float(default if (value := parameters.get(name)) is None else value))
             for name, default in _ASCENDING[rope_type]
         )
-        if not low[1] < high[1]:
+        if not low < high:
             raise Refused(
-                f"{low[0]} must be below {high[0]} in the config's rope_parameters, got "
-                f"{low[0]}={low[1]!r} and {high[0]}={high[1]!r}"
+                f"{lowest} must be below {highest} in the config's rope_parameters, got "
+                f"{lowest}={low:g} and {highest}={high:g}"
             )
     for name in ("long_factor", "short_factor"):
         value = parameters.get(name)

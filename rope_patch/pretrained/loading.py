@@ -254,8 +254,8 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     text = config.get_text_config(decoder=True)
     if (gguf_file := kwargs.get("gguf_file")) is not None:
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS[:-1] if name in kwargs}
-        file = cached_file(path, gguf_file, **hub)  # None only if told not to raise
-        apply_gguf_rotation(config, Path(str(file)))
+        gguf = cached_file(path, gguf_file, **hub)  # None only if told not to raise
+        apply_gguf_rotation(config, Path(str(gguf)))
     elif field := recorded_field(Path(path), vars(text)):
         setattr(text, FIELD, field)
     return config

@@ -160,7 +160,7 @@ def test_failed_patch_restores_the_previous_one(model, expected, monkeypatch):
     handle = rope_patch.patch(model, "yarn", factor=4)
     before = rope_patch.patching.handle.install_kernels
 
-    def fail_once(*args):
+    def fail_once(*args, **kwargs):
         monkeypatch.setattr(rope_patch.patching.handle, "install_kernels", before)
         raise MemoryError
 

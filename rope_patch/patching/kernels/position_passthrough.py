@@ -87,8 +87,9 @@ class PositionPassthrough:
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        plain = self.kernels == "auto" and self.keeps_bits is not None and self.keeps_bits()
-        if plain or not use_exact_positions(x, self.kernels):
+        keeps_bits = self.keeps_bits if self.kernels == "auto" else None
+        # Asked second, because a compiled graph, which has transformers' code, cannot contain it.
+        if not use_exact_positions(x, self.kernels) or (keeps_bits is not None and keeps_bits()):
             return self.original_forward(x, position_ids, *args, **kwargs)
         layer_type = next(iter((*args, *kwargs.values())), None)  # whatever its name
         return position_ids, self.packed_frequencies(layer_type, x.device)
