@@ -14,6 +14,7 @@ from helpers.small_disk import disk as disk
 from helpers.tiny_models import make_model
 
 import rope_patch
+from rope_patch.cli.commands import WITH_VERDICTS
 from rope_patch.inference.answers import AnswerStore
 from rope_patch.searching.journal import JOURNAL_FILE, SearchJournal
 from rope_patch.utils import atomic_files
@@ -212,7 +213,7 @@ def test_unwritable_outputs_are_refused_before_the_model_is_looked_up(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("precious")
     status, out, err = run_in_this_process(*command)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2 if command[0] in WITH_VERDICTS else 1, "")
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert message in line
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -231,7 +232,7 @@ def test_the_same_command_finishes_a_report_once_the_disk_has_room(disk):
     command = ["eval", TINY, "--method", "none", "--lengths", "288", "--tasks", "perplexity"]
     command += ["--control-context", "256", "--window", "32", "--out", folder]
     status, out, err = run_in_this_process(*command)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     line = err.splitlines()[-1]
     assert f" could not be written to {folder}" in line
     assert "MB are free (No space left on device). What was measured is kept in" in line

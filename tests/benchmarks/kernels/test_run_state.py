@@ -158,8 +158,9 @@ def test_page_is_made_of_another_machines_results(killed, monkeypatch):
 
 
 def test_page_needs_results(tmp_path):
-    error = CliRunner().invoke(app, ["bench", "--page", "--out", str(tmp_path)]).exception
-    assert f"expected results in {tmp_path / 'bench.json'}, got none" in str(error)
+    result = CliRunner().invoke(app, ["bench", "--page", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"expected results in {tmp_path / 'bench.json'}, got none" in result.output
 
 
 def test_sigterm_writes_the_page_and_says_how_to_continue(tmp_path, monkeypatch, capsys):

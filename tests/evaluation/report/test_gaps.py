@@ -121,5 +121,5 @@ def test_a_report_of_forged_results_names_the_file(tmp_path):
     measured["run"]["trained_length"] = "long"
     (tmp_path / "report.json").write_text(json.dumps(add_checksum(measured)))
     status, out, err = run_in_this_process("report", tmp_path)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert f"error: {tmp_path / 'report.json'} holds what no evaluation writes" in err
