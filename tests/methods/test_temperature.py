@@ -79,7 +79,9 @@ def test_every_method_takes_a_temperature(name):
     default = getattr(method, "default_temperature", "none")  # of position maps
     assert (without.query_temperature is None) == (default == "none")
     assert "temperature" not in without.options()
-    assert without.is_native == (without.has_config_form and default == "none")
+    grows_otherwise = name == "dynamic"  # in steps, and transformers' with every token
+    expected = without.has_config_form and default == "none" and not grows_otherwise
+    assert without.is_native == expected
 
 
 def test_a_constant_of_1_changes_nothing():

@@ -210,7 +210,8 @@ def test_wrapped_models_with_prompt_lookup():
         rope_patch.patch(model, "mixed-yarn", factor=4)
     prompt = prompts(48, 1)[0]
     expected = generate(plain, prompt, 40)
-    assert wrapped.generate(input_ids=prompt, max_new_tokens=40, **GREEDY, **LOOKUP).equal(expected)
+    greedy = {**GREEDY, **LOOKUP}
+    assert wrapped.generate(input_ids=prompt, max_new_tokens=40, **greedy).equal(expected)
     assert generate(compiled, prompt, 40, **LOOKUP).equal(expected)
     rope_patch.unpatch(wrapped)
     inner = wrapped.base_model.model
