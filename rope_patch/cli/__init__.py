@@ -8,15 +8,12 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.cli.interrupt import EXIT_CODE, interruptible
+from rope_patch.cli.interrupt import CRASHED, EXIT_CODE, REFUSED, interruptible
 from rope_patch.cli.verbosity import messages
 from rope_patch.utils.escaping import printable
 
 if TYPE_CHECKING:
     from rope_patch.cli.commands import app as app
-
-# Exit codes; docs/exit-codes.md has all of them. A command that has a verdict refuses with 2.
-VERDICT, REFUSED, CRASHED = 1, 1, 2
 
 logger = logging.getLogger("rope_patch")
 

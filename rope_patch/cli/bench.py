@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli import VERDICT
-from rope_patch.cli.interrupt import terminable
+from rope_patch.cli.interrupt import VERDICT, terminable
 from rope_patch.cli.options import (
     MODEL,
     Dtype,

@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperCommand
 
 from rope_patch.cli import (
-    CRASHED,
     bench,
     compare,
     diagnose,
@@ -33,7 +32,7 @@ from rope_patch.cli import (
     verbosity,
     verify,
 )
-from rope_patch.cli.interrupt import EXIT_CODE
+from rope_patch.cli.interrupt import CRASHED, EXIT_CODE
 from rope_patch.cli.option_groups import with_plugins
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.escaping import printable

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli import VERDICT
+from rope_patch.cli.interrupt import VERDICT
 from rope_patch.cli.options import MODEL, Json
 
 # Without a MODEL, configs of these classes are proven: plain, with norms, with windows.

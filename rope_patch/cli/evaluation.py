@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_patch.cli import VERDICT
+from rope_patch.cli.interrupt import VERDICT
 from rope_patch.cli.options import split_commas
 from rope_patch.cli.runtime import handle_interrupt, requires_extra
 from rope_patch.methods import list_methods

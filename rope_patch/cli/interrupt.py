@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C: one line on stderr and exit code 130 at any moment."""
+"""Exit codes, and the handling of Ctrl-C: one line on stderr and exit code 130 at any moment."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from types import FrameType
 
 EXIT_CODE = 130  # what shells expect of a command that SIGINT ended
+# docs/exit-codes.md has all of them. A command that has a verdict refuses with 2.
+VERDICT, REFUSED, CRASHED = 1, 1, 2
 
 
 @contextlib.contextmanager

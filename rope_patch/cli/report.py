@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rope_patch.cli import VERDICT
+from rope_patch.cli.interrupt import VERDICT
 from rope_patch.cli.options import Json
 from rope_patch.cli.runtime import requires_extra
 

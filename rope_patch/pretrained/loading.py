@@ -14,7 +14,6 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
-from transformers.utils import cached_file
 
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
@@ -49,6 +48,7 @@ from rope_patch.pretrained.sidecar import SIDECAR, extension_from_sidecar, read_
 from rope_patch.pretrained.trained_rotation import adapter_start, mark_trained, recorded_field
 from rope_patch.pretrained.transformers_registry import needs_registration
 from rope_patch.rope_config import require_valid_rope_config
+from rope_patch.transformers_api.models import fetched_file
 from rope_patch.utils.errors import (
     Refused,
     describe_error,
@@ -254,8 +254,7 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     text = config.get_text_config(decoder=True)
     if (gguf_file := kwargs.get("gguf_file")) is not None:
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS[:-1] if name in kwargs}
-        gguf = cached_file(path, gguf_file, **hub)  # None only if told not to raise
-        apply_gguf_rotation(config, Path(str(gguf)))
+        apply_gguf_rotation(config, fetched_file(str(path), gguf_file, **hub))
     elif field := recorded_field(Path(path), vars(text)):
         setattr(text, FIELD, field)
     return config

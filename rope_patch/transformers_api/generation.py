@@ -82,7 +82,10 @@ def drops_cache_alone(module: nn.Module) -> bool:
     """
     if not _generates(module):
         return False
-    step: Any = inspect.unwrap(getattr(type(module), PREPARE_INPUTS))
+    own = getattr(type(module), PREPARE_INPUTS, None)
+    if own is None:  # a release without this step, in which nothing is dropped
+        return False
+    step: Any = inspect.unwrap(own)
     names = {*step.__code__.co_consts, *step.__code__.co_names}
     return "original_max_position_embeddings" in names and "next_sequence_length" not in names
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from rope_patch.transformers_api.releases import installed_release
@@ -19,6 +20,22 @@ def rope_functions() -> dict[str, Any]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     return ROPE_INIT_FUNCTIONS
+
+
+def fetched_file(path: str, name: str, **options: Any) -> Path:
+    """Return the local path of a file within a folder or a repository of the Hub.
+
+    Args:
+        path: The folder or the name on the Hub.
+        name: The file.
+        **options: As `from_pretrained` takes them, such as `revision`.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    from transformers.utils import cached_file
+
+    return Path(str(cached_file(path, name, **options)))  # None only if told not to raise
 
 
 def rope_config_class() -> Any:

@@ -148,7 +148,7 @@ def test_chance_is_the_score_of_naming_all_nodes_and_no_random_set_does_better(n
 
 def test_scores_carry_the_chance_of_generated_lists_alone():
     (doc,) = rows("rp_graph_bfs", samples=1)
-    sample = {"doc": doc, "doc_id": 0, "score": 0.5}
+    sample = {"doc": doc, "doc_id": 0, "score": 0.5, "prompt_hash": "a"}
     for name, chance in (("rp_graph_bfs", doc["chance"]), ("rp_graph_bfs_ll", None)):
         (row,) = lm_eval_tasks.scores({"samples": {f"{name}@1500": [sample]}}, {})
         assert row.get("chance") == chance

@@ -284,13 +284,6 @@ def test_the_loop_runs_the_resolved_recipe_of_the_trainer(tmp_path):
     assert curve(tmp_path / "loop") == curve(tmp_path / "trainer")
 
 
-def test_a_data_seed_of_0_orders_rows_otherwise_than_42(tmp_path, documents):
-    data = {"data": documents, "packing": "masked"}
-    for seed in (0, 42):
-        run("loop", tmp_path / str(seed), data_seed=seed, max_steps=1, **data)
-    assert curve(tmp_path / "0") != curve(tmp_path / "42")
-
-
 def test_tokens_determine_the_number_of_steps(tmp_path):
     options = {**RECIPE, "tokens": 2000, "output_dir": tmp_path}
     del options["max_steps"]

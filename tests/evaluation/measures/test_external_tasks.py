@@ -175,6 +175,7 @@ class TestGenerationSettings:
         external_tasks._require_greedy("sums", task)
         external = ExternalTask("sums", None, task)
         result = external_tasks.evaluate(language_model(model, 64), external, None)
+        assert len(result.metrics["exact_match"].pop("prompts")) == 32
         assert result.metrics["exact_match"] == {"value": 0.0, "stderr": None, "scores": [0.0] * 4}
 
     @pytest.mark.parametrize("settings", [{"do_sample": True}, {"temperature": 0.7}])
