@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from architectures.tiny_architectures import TRAINED, tiny_model
+from helpers.releases import require_model
 from helpers.tiny_models import OLD_TRANSFORMERS
 
 import rope_patch
@@ -58,6 +59,7 @@ pytestmark = [
 
 def build(name):
     model_type, _, flags = name.partition(", ")
+    require_model(model_type)
     return tiny_model(model_type, copies=2, **FLAGS[name] if flags else {})
 
 
