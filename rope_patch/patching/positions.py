@@ -47,10 +47,12 @@ class PositionRule:
     Attributes:
         group: The processes that hold other parts of the sequences, if accelerate does not know
             them. There a model would count from 0 in every process.
+        indexer: The class of the model's modules that take a token's position for its slot, if any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, indexer: str | None = None) -> None:
         self.group: Any = None
+        self.indexer = indexer
         self._thread = threading.local()
 
     def require_whole(
@@ -79,7 +81,8 @@ class PositionRule:
         positions = counted_positions(call)
         if positions is None:
             return None
-        _require_no_padding_of_indexers(reader, call)
+        if self.indexer is not None:
+            _require_no_padding_ahead(call.attention_mask, self.indexer)
         if not torch.compiler.is_compiling():
             self._thread.counted = weakref.ref(positions)
         return with_position_ids(reader, args, kwargs, positions)
@@ -134,7 +137,7 @@ def install_position_rule(
     ]
     if len(readers) > 1 and getattr(readers[0], "base_model", None) is not readers[0]:
         readers = readers[1:]
-    rule = PositionRule()
+    rule = PositionRule(_slot_indexer(model))
     for index, reader in enumerate(readers):
         is_around = any(inner in readers[index + 1 :] for inner in reader.modules())
         counts = counts_tokens or (counts_lengths and is_around)
@@ -143,22 +146,22 @@ def install_position_rule(
     return rule
 
 
-def _require_no_padding_of_indexers(reader: nn.Module, call: ForwardCall) -> None:
-    """Raise for padding ahead of tokens where an indexer takes positions for slots (MiniMax M3).
+def _slot_indexer(model: nn.Module) -> str | None:
+    """Return the class of indexers that take positions for slots (MiniMax M3's); None without.
 
-    It gets positions and no mask, and hides the keys in slots above a query's position.
+    They get positions and no mask, and hide the keys in slots above a query's position.
     """
-    indexers = [
-        type(module).__name__
-        for module in reader.modules()
-        if type(module).__name__.endswith("Indexer")
-        and POSITIONS in parameter_names(module)
-        and MASK not in parameter_names(module)
-    ]
-    mask = call.attention_mask
-    if indexers and bool((mask[:, 1:] > mask[:, :-1]).any()):
+    for module in model.modules():
+        name, parameters = type(module).__name__, parameter_names(module)
+        if name.endswith("Indexer") and POSITIONS in parameters and MASK not in parameters:
+            return name
+    return None
+
+
+def _require_no_padding_ahead(mask: torch.Tensor, indexer: str) -> None:
+    if bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise Refused(
-            f"{indexers[0]} takes a token's position for its slot, and attention_mask has padding "
+            f"{indexer} takes a token's position for its slot, and attention_mask has padding "
             "ahead of tokens: expected padding on the right, or rows one by one"
         )
 

@@ -265,7 +265,7 @@ def _is_rounded_once(
         given = (x.clone(), cos, sin) if one_tensor else (x.clone(), x.clone(), cos, sin)
         expected = apply(*given, unsqueeze_dim=heads_dim)
     except (TypeError, ValueError, RuntimeError):
-        return True  # it cannot run on a CPU, so there are no bits to keep
+        return None  # then it runs itself, and raises itself
     expected = expected if one_tensor else expected[0]
     tables = (cos, sin) if repeated else _halved(cos, sin)
     options: Any = {"heads_dim": heads_dim, "repeated": repeated, "interleaved": interleaved}
