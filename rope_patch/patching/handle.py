@@ -100,7 +100,11 @@ class Patch:
             if layer_type in traits.frequencies
         }
         self._rotation_digest = rotation_digest(plan, self.frequencies)
-        self._kernel_summary = summarize_kernels(plan.extension.kernels, plan.rotation_sites)
+        self._kernel_summary = summarize_kernels(
+            plan.extension.kernels,
+            plan.rotation_sites,
+            has_position_map=plan.position_map is not None,
+        )
         self._length_warning = make_length_warning(plan)
         self._position_rule: PositionRule | None = None
         self._position_hooks: list[PositionHooks] = []

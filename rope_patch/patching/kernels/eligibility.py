@@ -142,12 +142,15 @@ class KernelSummary:
         return f"{where}, norms of queries and keys with it" if self.fuses_norms else where
 
 
-def summarize_kernels(kernels: str, sites: list[RotationSite]) -> KernelSummary:
+def summarize_kernels(
+    kernels: str, sites: list[RotationSite], *, has_position_map: bool = False
+) -> KernelSummary:
     """Return the summary of a model's rotation sites."""
+    bits = "short texts keep their bits under a position map" if has_position_map else None
     return KernelSummary(
         kernels,
         next((r.problem for r in sites if r.problem), None),
-        next((r.passthrough_problem for r in sites if r.passthrough_problem), None),
+        next((r.passthrough_problem for r in sites if r.passthrough_problem), bits),
         any(shared_norm_spec(attention) for r in sites for attention in r.attentions),
     )
 
