@@ -38,7 +38,7 @@ def open_engine(
         model_or_url: An engine's address, a folder, a GGUF file, or a live model.
         kind: One of `ENGINES`.
         served_model: The served model's name, where a server has several.
-        seconds: Longest wait for one answer.
+        seconds: Longest wait for all answers together.
         **loading: Arguments of `rope_patch.load`, for a folder or a file.
 
     Raises:

@@ -19,6 +19,7 @@ from rope_patch.verifying.asked_rotation import AskedRotation
 from rope_patch.verifying.engine import CannotVerify, Engine, Observation
 from rope_patch.verifying.engine_detection import open_engine
 from rope_patch.verifying.evidence import Evidence
+from rope_patch.verifying.http_json import CannotReach
 from rope_patch.verifying.hypotheses import make_hypotheses
 from rope_patch.verifying.identity import measure_noise
 from rope_patch.verifying.probe_prompts import ProbePrompt, PromptMaker, make_prompt_maker
@@ -178,7 +179,12 @@ class _Run:
                 for prompt in self._first_round() if verdict is None else self._next(verdict):
                     if self._is_over():
                         break
-                    self._add(prompt, bar)
+                    try:
+                        self._add(prompt, bar)
+                    except CannotReach:
+                        if not self._is_over():
+                            raise
+                        break  # the deadline came amid an answer: those before it decide
                 verdict = judge(self.evidence, noise)
                 logger.debug("round %d: %s", number + 1, verdict)
                 took = time.monotonic() - started

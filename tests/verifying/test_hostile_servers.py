@@ -6,9 +6,10 @@ import time
 
 import pytest
 from helpers.commands import run_in_this_process
-from helpers.engine_server import answering
-from helpers.wrong_engines import ASSETS
+from helpers.engine_server import EngineServer, answering
+from helpers.wrong_engines import ASSETS, FACTOR, YARN, configured
 
+import rope_patch
 from rope_patch.verifying.engine import CannotVerify
 from rope_patch.verifying.http_json import CannotReach, HttpError, JsonClient
 
@@ -138,6 +139,25 @@ def test_a_key_that_no_header_can_hold_is_refused_without_printing_it(key):
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(CannotVerify, match="expected the address of a server"):
         JsonClient(url)
+
+
+class StallingServer(EngineServer):
+    """An engine that answers no more requests after some."""
+
+    answered = 22  # of 25 that a whole verification asks, the last 6 about prompts
+
+    def answer(self, path, body):
+        if len(self.requests) >= self.answered:
+            time.sleep(4)
+        return super().answer(path, body)
+
+
+def test_the_deadline_amid_an_answer_leaves_the_verdict_of_those_before_it():
+    asked = {"method": "yarn", "factor": FACTOR, "progress": False}
+    with StallingServer(configured("llama", YARN)).running() as url:
+        result = rope_patch.verify(url, against=TINY, seconds=3.0, **asked)
+    assert 0 < result.prompts < 6
+    assert "as-asked" in result.verdict.explains
 
 
 def test_a_served_name_cannot_write_to_the_terminal():
