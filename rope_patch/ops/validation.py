@@ -121,6 +121,8 @@ def validate_cache(
 
 def overlaps_itself(x: torch.Tensor) -> bool:
     """Return whether two elements of a tensor may be one in memory, as after `expand`."""
+    if x.is_contiguous():  # at once, as most are: this is asked in every call of a kernel
+        return False
     reach = 0  # how far the dimensions of smaller strides go
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:
