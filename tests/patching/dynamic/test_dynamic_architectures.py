@@ -6,6 +6,7 @@ import transformers
 from architectures.tiny_architectures import tiny_model
 from helpers.releases import plain_transformers, require_model
 from helpers.tiny_models import (
+    BEFORE_5_17,
     LONG,
     OLD_TRANSFORMERS,
     SHORT,
@@ -131,6 +132,12 @@ def test_norms_after_the_rotation_remove_the_attention_factor(model_type, change
     torch.testing.assert_close(decoded, forward(model, tokens(END))[:, -1], rtol=0, atol=2e-4)
 
 
+def model_with_unexpanded_keys(model_type):
+    if model_type == "deepseek_v2" and BEFORE_5_17:
+        pytest.skip("transformers caches expanded keys")
+    return tiny_model(model_type)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
     ("method", "options"), [("dynamic-yarn", {}), ("mixed-yarn", {"factor": 4})]
@@ -138,7 +145,7 @@ def test_norms_after_the_rotation_remove_the_attention_factor(model_type, change
 @pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v2", "cohere"])
 def test_rows_of_a_batch_have_frequencies_of_their_own(model_type, method, options, side):
     """Rotate rows of different lengths together, by complex numbers in the first two."""
-    model = tiny_model(model_type)
+    model = model_with_unexpanded_keys(model_type)
     rope_patch.patch(model, method, trained_length=TRAINED, **options)
     rows = [tokens(length, seed=length) for length in (LONG, SHORT, TRAINED)]
     ids, mask = padded(rows, side)
@@ -152,7 +159,7 @@ def test_rows_of_a_batch_have_frequencies_of_their_own(model_type, method, optio
 @pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v2"])
 def test_forwards_that_take_frequencies_per_row_stay(model_type):
     """Keep forwards of one complex tensor, too: its rows are not cos and sin."""
-    model = tiny_model(model_type)
+    model = model_with_unexpanded_keys(model_type)
     rope_patch.patch(model, "dynamic-yarn")
     assert "forward" not in vars(model.model.rotary_emb)
 
