@@ -7,6 +7,7 @@ from architectures.tiny_architectures import tiny_model
 from helpers.releases import plain_transformers, require_model
 from helpers.tiny_models import (
     BEFORE_5_17,
+    BEFORE_5_23,
     LONG,
     OLD_TRANSFORMERS,
     SHORT,
@@ -155,11 +156,11 @@ def test_rows_of_a_batch_have_frequencies_of_their_own(model_type, method, optio
         torch.testing.assert_close(logits[is_token], forward(model, row)[0], rtol=0, atol=2e-4)
 
 
-@pytest.mark.skipif(OLD_TRANSFORMERS, reason="its rotary modules take one set of frequencies")
+@pytest.mark.skipif(BEFORE_5_23, reason="its rotary modules take one set of frequencies")
 @pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v2"])
 def test_forwards_that_take_frequencies_per_row_stay(model_type):
     """Keep forwards of one complex tensor, too: its rows are not cos and sin."""
-    model = model_with_unexpanded_keys(model_type)
+    model = tiny_model(model_type)
     rope_patch.patch(model, "dynamic-yarn")
     assert "forward" not in vars(model.model.rotary_emb)
 
