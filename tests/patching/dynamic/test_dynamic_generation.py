@@ -39,6 +39,8 @@ def generate(model, ids, **kwargs):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_matches_the_reference(family, way):
     model, ids = make_generator(family), tokens(SHORT)
+    with plain_transformers():  # 5.0 fails to crop sliding windows
+        generate(model, ids, **WAYS[way])
     reference = Reference(model, "dynamic-yarn")
     # Candidates change nothing, so the reference decodes token by token.
     reference_options = WAYS["greedy" if way == "prompt lookup" else way]

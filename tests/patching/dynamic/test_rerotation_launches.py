@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.tiny_models import TRAINED, make_model, tokens
+from helpers.tiny_models import OLD_TRANSFORMERS, TRAINED, make_model, tokens
 from transformers import DynamicCache, StaticCache
 
 pytest.importorskip("triton")
@@ -43,6 +43,8 @@ def grow(model, cache):
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 def test_growth_of_36_layers_takes_one_launch(launches, kind):
+    if OLD_TRANSFORMERS and kind is StaticCache:
+        pytest.skip("5.0 counts the slots that are not zero, and no launch fills them here")
     model = make_model("llama", num_hidden_layers=LAYERS)
     rope_patch.patch(model, "dynamic-yarn", kernels="triton")
     size = {} if kind is DynamicCache else {"max_cache_len": TRAINED + 2}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.tiny_models import (
     LONG_FACTOR,
+    OLD_TRANSFORMERS,
     SHORT_FACTOR,
     TRAINED,
     assert_close,
@@ -70,6 +71,8 @@ def read_in_chunks(model, ids, mask, chunks, cache):
 @pytest.mark.parametrize("method", METHODS)
 def test_static_caches_in_chunks(method, layer_types):
     """Read random chunks in padded batches, in every order of window, capacity and length."""
+    if OLD_TRANSFORMERS and layer_types == (FULL, SLIDING):
+        pytest.skip("plain logits of 5.0 with such a cache are off by 9, too")
     choose = random.Random(f"{method} {layer_types}")
     for case in range(12):
         model = windowed(method, choose.choice([8, 32, TRAINED, TRAINED + 16, 4096]), layer_types)

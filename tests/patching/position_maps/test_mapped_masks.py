@@ -6,7 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from helpers.tiny_models import BEFORE_5_17, LONG, SIZES, TRAINED, forward, make_model, tokens
+from helpers.tiny_models import (
+    BEFORE_5_17,
+    LONG,
+    OLD_TRANSFORMERS,
+    SIZES,
+    TRAINED,
+    forward,
+    make_model,
+    tokens,
+)
 from helpers.written_out_maps import MAPS, written_out
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
@@ -179,6 +188,8 @@ CALLS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("call", CALLS)
 def test_attention_under_a_mask_is_that_of_transformers(call, mask):
+    if OLD_TRANSFORMERS and mask == "added to all" and "sdpa" not in call:
+        pytest.skip("eager attention of 5.0 takes no mask of two dimensions")
     function, attributes, arguments = CALLS[call]
     module, given = Attention(**attributes), MASKS[mask]
     query, key, value = random(2, H, Q, D), random(2, K, S, D, seed=1), random(2, K, S, D, seed=2)
