@@ -6,7 +6,15 @@ import math
 
 import pytest
 import torch
-from helpers.tiny_models import LONG_FACTOR, SHORT_FACTOR, TARGET, TRAINED, logits, make_model
+from helpers.tiny_models import (
+    LONG_FACTOR,
+    OLD_TRANSFORMERS,
+    SHORT_FACTOR,
+    TARGET,
+    TRAINED,
+    logits,
+    make_model,
+)
 
 import rope_patch
 
@@ -235,6 +243,9 @@ def test_config_files_that_transformers_cannot_read_are_explained(tmp_path, text
     if text == "heads":
         text = json.dumps({**make_model("llama").config.to_dict(), "num_attention_heads": 0})
     (tmp_path / "config.json").write_text(text)
-    for call in (rope_patch.diagnose, lambda path: rope_patch.load(path, "yarn", factor=2.0)):
+    calls = [rope_patch.diagnose, lambda path: rope_patch.load(path, "yarn", factor=2.0)]
+    if OLD_TRANSFORMERS and text != "7":
+        del calls[0]  # 5.0 reads such a config, and `diagnose` notes that no rotation can be made
+    for call in calls:
         with pytest.raises(ValueError, match=message):
             call(tmp_path)
