@@ -39,14 +39,15 @@ class ReservedLayer(DynamicLayer):
         self._use(rows, tokens)
 
     def fill_row(self, row: int, layer: Any) -> None:
-        """Copy another layer's keys and values to the end of a row."""
+        """Copy another layer's keys and values to the end of a row, which has room for them."""
         stop = self.keys.shape[-2]
         for buffer, states in zip(self._buffers, (layer.keys, layer.values), strict=True):
             buffer[row, :, stop - states.shape[-2] : stop] = states[0]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some rows; copy only those that change their place."""
-        indices = indices.to(self.device)
+        # Negative ones count from the last row in use, behind which lie rows that were dropped.
+        indices = torch.arange(self.keys.shape[0], device=self.device)[indices.to(self.device)]
         places = torch.arange(len(indices), device=self.device)
         moved = indices != places
         for buffer in self._buffers:
@@ -56,8 +57,19 @@ class ReservedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new tokens behind those in use; return all."""
+        """Write the new tokens behind those in use; return all.
+
+        Raises:
+            ValueError: They are of other rows, or more than there is room for. A single one would
+                be written to all rows, or to no place, without an error of torch's.
+        """
         rows, start = self.keys.shape[0], self.keys.shape[-2]
+        left = self._buffers[0].shape[-2] - start
+        if key_states.shape[0] != rows or key_states.shape[-2] > left:
+            raise ValueError(
+                f"expected at most {left} more tokens of {rows} rows, got {key_states.shape[-2]} "
+                f"of {key_states.shape[0]}"
+            )
         self._use(rows, start + key_states.shape[-2])
         self.keys[:, :, start:] = key_states
         self.values[:, :, start:] = value_states
@@ -94,8 +106,14 @@ class CacheBatch:
         """Copy a prompt's cache.
 
         Raises:
-            ValueError: It holds something else than all keys and values.
+            ValueError: It holds something else than all keys and values, or another number of
+                tokens than its row has.
         """
+        if cache.get_seq_length() != self.lengths[row]:
+            raise ValueError(
+                f"expected a cache of {self.lengths[row]} tokens for row {row}, got one of "
+                f"{cache.get_seq_length()}"
+            )
         if wrong := {type(x).__name__ for x in cache.layers if not _keeps_all(x)}:
             raise ValueError(f"expected layers that keep all keys, got {', '.join(sorted(wrong))}")
         if self.cache is None:

@@ -102,3 +102,52 @@ def test_bytes_of_a_token_are_those_of_its_keys_and_values():
     config = model.config
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     assert token_bytes(model, torch.device("cpu")) == 4 * numbers
+
+
+def batch_of_equal_rows(model, room):
+    ids = tokens(20)[0].tolist()
+    batch = CacheBatch([19, 19, 19], room)
+    for row in range(3):
+        batch.fill_row(row, read(model, ids))
+    return batch
+
+
+def test_more_tokens_than_there_is_room_for_are_refused():
+    """Equal rows have no mask, so nothing else would tell that the token was written nowhere."""
+    model = make_model("llama", vocab_size=128)
+    batch, fed = batch_of_equal_rows(model, 1), torch.tensor([[5]] * 3)
+    with torch.no_grad():
+        model(fed, **batch.inputs(model, fed.device))
+        with pytest.raises(ValueError, match="at most 0 more tokens of 3 rows, got 1 of 3"):
+            model(fed, **batch.inputs(model, fed.device))
+
+
+def test_a_token_of_one_row_is_not_written_to_all():
+    model = make_model("llama", vocab_size=128)
+    layer = batch_of_equal_rows(model, 2).cache.layers[0]
+    states = torch.ones_like(layer.keys[:1, :, :1])
+    with pytest.raises(ValueError, match="at most 2 more tokens of 3 rows, got 1 of 1"):
+        layer.update(states, states)
+    assert layer.keys.shape[-2] == 19
+
+
+def test_rows_that_a_cache_does_not_fill_are_refused():
+    model = make_model("llama", vocab_size=128)
+    batch = CacheBatch([19, 25], 1)
+    for row, (count, expected) in enumerate([(19, 19), (19, 25)]):
+        cache = read(model, tokens(count + 1)[0].tolist())
+        if count == expected:
+            batch.fill_row(row, cache)
+            continue
+        with pytest.raises(ValueError, match="a cache of 25 tokens for row 1, got one of 19"):
+            batch.fill_row(row, cache)
+
+
+def test_negative_rows_are_counted_from_the_last_one_in_use():
+    model = make_model("llama", vocab_size=128)
+    batch = batch_of_equal_rows(model, 1)
+    layer = batch.cache.layers[0]
+    layer.keys[:] = torch.arange(3.0).view(3, 1, 1, 1)
+    batch.drop_row(0)  # rows 2 and 1 are left
+    layer.batch_select_indices(torch.tensor([-1, 0]))
+    assert layer.keys[:, 0, 0, 0].tolist() == [1, 2]

@@ -46,7 +46,7 @@ class ForwardView:
         self.is_mapped = last >= position_map.map_start(reach)
         self.regions: list[Region] = []
         self.is_consecutive = False
-        self._compared: tuple[Any, bool] | None = None
+        self._compared: tuple[Any, int | None, bool] | None = None
         self._pieces: list[Piece] | None = None
         self._tables: dict[Any, Any] = {}
         if not self.is_mapped:
@@ -60,12 +60,13 @@ class ForwardView:
         """Return whether all rows are consecutive, and each query sees all keys up to its own."""
         if not self.is_consecutive:
             return False
-        mask = visibility.call.mask
+        mask, ahead = visibility.call.mask, visibility.call.first_ahead
         if mask is None:
             return visibility.is_causal()
-        if self._compared is None or self._compared[0] is not mask:  # layers share a mask
-            self._compared = (mask, visibility.is_causal())
-        return self._compared[1]
+        # Layers share a mask. Beside that of flash attention, each has a causality of its own.
+        if self._compared is None or self._compared[0] is not mask or self._compared[1] != ahead:
+            self._compared = (mask, ahead, visibility.is_causal())
+        return self._compared[2]
 
     def slot_of(self, key: torch.Tensor) -> int | None:
         """Return the place in the cache that holds these keys; None where none holds just them.

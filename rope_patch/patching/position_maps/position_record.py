@@ -33,7 +33,8 @@ class TurnedKeys:
         end = self.count + turned.shape[2]
         if end > self.buffer.shape[2]:
             rows, heads, _, width = self.buffer.shape
-            larger = self.buffer.new_empty(rows, heads, int(end * _GROWTH) + 64, width)
+            with torch.inference_mode(False):  # later forwards may write outside it
+                larger = self.buffer.new_empty(rows, heads, int(end * _GROWTH) + 64, width)
             larger[:, :, : self.count] = self.buffer[:, :, : self.count]
             self.buffer = larger
         self.buffer[:, :, self.count : end] = turned

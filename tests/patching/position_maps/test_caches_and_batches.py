@@ -328,3 +328,17 @@ def test_each_key_is_turned_once_over_a_prompt_and_its_steps(name, monkeypatch):
     keys = sum(shape[2] for shape in turned if shape[1] == key_heads)
     assert key_heads != model.config.num_attention_heads
     assert keys <= LONG * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad,) * 2])
+@pytest.mark.parametrize("name", ["rerope", "jet-long"])
+def test_steps_may_leave_the_inference_mode_of_the_prompt(name, modes):
+    """Turned keys are kept, and steps turn more, as tokens leave the window."""
+    model, ids = patched(name), tokens(LONG)
+    prompt, steps = modes
+    cache = DynamicCache()
+    with prompt():
+        parts = [model(ids[:, :-50], past_key_values=cache).logits.clone()]
+    with steps():
+        parts += [model(part, past_key_values=cache).logits for part in ids[:, -50:].split(5, 1)]
+    close(torch.cat(parts, 1), forward(model, ids))

@@ -29,11 +29,13 @@ from transformers.models.llama import modeling_llama
 from transformers.models.t5 import modeling_t5
 
 import rope_patch
+from rope_patch.methods import build
 from rope_patch.methods.position_map import Region
 from rope_patch.patching.position_maps import mapped_attention
+from rope_patch.patching.position_maps.forward_view import ForwardView
 from rope_patch.patching.position_maps.masked import attend_masked
 from rope_patch.patching.position_maps.visibility import Visibility
-from rope_patch.transformers_api.attention_functions import read_call
+from rope_patch.transformers_api.attention_functions import AttentionCall, read_call
 
 PLACES = torch.arange(LONG)
 CAUSAL = (PLACES[:, None] >= PLACES)[None, None]
@@ -357,3 +359,14 @@ def test_causal_attention_stores_no_logits(chunks, monkeypatch):
     with torch.no_grad():
         got = [model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)]
     close(torch.cat(got, 1), expected)
+
+
+def test_layers_that_share_a_mask_have_a_causality_each():
+    """Flash attention's mask tells tokens from padding; whether it is causal is said beside it."""
+    states = torch.zeros(1, 2, TRAINED + 8, 16)
+    positions = torch.arange(TRAINED + 8)[None]
+    view = ForwardView(build("rerope"), TRAINED, positions, positions, filled=TRAINED + 8)
+    shared = {"scaling": 1.0, "mask": torch.ones(1, TRAINED + 8), "hides_keys": True}
+    for first_ahead in (1, None, 1):
+        call = AttentionCall(**shared, first_ahead=first_ahead)
+        assert view.is_causal(Visibility(call, states, states)) == (first_ahead == 1)
