@@ -33,6 +33,7 @@ from rope_patch.utils.errors import Refused
 CACHE_NAMES = ("cache", "past_key_values")
 TOKENS, EMBEDDINGS = "input_ids", "inputs_embeds"
 POSITIONS, MASK = "position_ids", "attention_mask"
+CACHE_OFFSET = "cache_offset"  # what an attention that runs in loops adds to its `layer_idx`
 CACHE = "a cache"  # in messages, as its name is not what counts
 
 # By class, because asking takes longer than a small kernel. (Dynamo warns of `functools.cache`.)

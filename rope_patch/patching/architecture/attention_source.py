@@ -14,6 +14,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from rope_patch.transformers_api.forwards import MASK
 from rope_patch.transformers_api.models import APPLY_ROTATION as APPLY
 
 _ANGLES = ("cos", "sin")
@@ -106,6 +107,27 @@ def _parse_forward(module_class: Any) -> ForwardUsage:
 def undecorated_forward(module_class: Any) -> Any:
     """Return a module class's forward without its decorators."""
     return inspect.unwrap(module_class.forward)
+
+
+def hands_mask_on(module_class: Any) -> bool:
+    """Return whether an attention's forward hands its mask, as it is, to its attention function.
+
+    What the attention function gets may be cut to the keys. Doge makes a mask of its own from it,
+    and Zaya finds it in a dictionary.
+    """
+    try:
+        source = inspect.getsource(undecorated_forward(module_class))
+    except (OSError, TypeError, AttributeError):
+        return False
+    given: list[ast.expr] = []
+    for call in ast.walk(ast.parse(textwrap.dedent(source))):
+        # function(self, query, key, value, attention_mask, ...)
+        if isinstance(call, ast.Call) and len(call.args) >= 4 and _is_name(call.args[0], "self"):
+            named = [each.value for each in call.keywords if each.arg == MASK]
+            given += named or call.args[4:5]
+    return bool(given) and all(
+        _is_name(mask.value if isinstance(mask, ast.Subscript) else mask, MASK) for mask in given
+    )
 
 
 def rotates_one_tensor(function: Any) -> bool | None:

@@ -236,8 +236,12 @@ class FireBias(BiasEncoding):
 
     def forward(self, span: Span) -> torch.Tensor:
         wide = torch.promote_types(self.rate.dtype, torch.float32)
-        positions = span.queries[None] if span.positions is None else span.positions
-        queries = positions[:, :, None]
+        if span.positions is None:  # slots are no positions where rows are padded
+            raise Refused(
+                "an attention was given no position_ids, which the encoding 'fire' divides "
+                "distances by: expected a decoder whose layers are given them, as Llama's are"
+            )
+        queries = span.positions[:, :, None]
         progress = fire_progress(
             queries,
             queries - span.distances,

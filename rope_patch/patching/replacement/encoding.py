@@ -42,13 +42,14 @@ class Span:
         keys: Each key's slot, `[K]`.
         positions: Positions of the queries, `[B, Q]` or `[1, Q]`, which padding shifts against
             slots; None if the attention is not told.
-        mask: `[B, 1, Q, K]`, truths or numbers to add; None if every key up to a query is seen.
+        mask: `[B, 1, Q, K]`, truths or numbers to add, or flex attention's blocks; None if every
+            key up to a query is seen.
     """
 
     queries: torch.Tensor
     keys: torch.Tensor
     positions: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
+    mask: Any = None
 
     @property
     def distances(self) -> torch.Tensor:
@@ -60,9 +61,24 @@ class Span:
         """Return how many tokens the longest row has so far, a tensor of one number."""
         if self.mask is None:
             return self.queries[-1] + 1
-        row = self.mask[:, 0, -1]
-        visible = row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min
+        if isinstance(self.mask, torch.Tensor):
+            row = self.mask[:, 0, -1]
+            visible = row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min
+        else:
+            visible = self._last_row_of_blocks()
         return visible.sum(-1).max()
+
+    def _last_row_of_blocks(self) -> torch.Tensor:
+        """Return which keys the last query of each row sees under flex attention, `[B, K]`."""
+        from torch.nn.attention.flex_attention import create_mask
+
+        last = len(self.queries) - 1
+
+        def of_last(row: Any, head: Any, step: Any, slot: Any) -> Any:
+            return self.mask.mask_mod(row, head, step + last, slot)
+
+        device = str(self.queries.device)
+        return create_mask(of_last, self.mask.shape[0], None, 1, len(self.keys), device)[:, 0, 0]
 
 
 class Encoding(nn.Module, ABC):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rope_patch.patching.active import current
+from rope_patch.patching.architecture.attention_source import hands_mask_on, undecorated_forward
 from rope_patch.patching.architecture.probe import call_rotary, make_probe
 from rope_patch.patching.architecture.rotary_modules import (
     find_decoder,
@@ -18,12 +19,12 @@ from rope_patch.patching.architecture.rotary_modules import (
     why_no_decoder,
 )
 from rope_patch.patching.dynamic.batching_guard import require_no_batching_manager
-from rope_patch.patching.replacement.encoding import DecoderShape
+from rope_patch.patching.replacement.encoding import BiasEncoding, DecoderShape
 from rope_patch.patching.replacement.handle import EncodedModel, current_encode
 from rope_patch.patching.replacement.hooks import require_implementation
 from rope_patch.patching.replacement.registry import build_encoding
 from rope_patch.transformers_api.forwards import MASK, cache_parameter, parameter_names
-from rope_patch.transformers_api.models import attention_implementation
+from rope_patch.transformers_api.models import ATTENTION_FUNCTIONS, attention_implementation
 from rope_patch.transformers_api.releases import installed_release
 from rope_patch.utils.errors import Refused
 
@@ -59,14 +60,17 @@ def encode(model: nn.Module, name: str, **options: Any) -> EncodedModel:
             "patch first (rope_patch.unpatch)"
         )
     config: Any = decoder.config
+    heads = _head_counts(decoder)
     shape = DecoderShape(
         config.hidden_size,
-        config.num_attention_heads,
+        max(heads),
         config.max_position_embeddings,
         float(getattr(config, "initializer_range", 0.02)),
     )
     encoding, values = build_encoding(name, shape, options)
     require_implementation(encoding, attention_implementation(config))
+    if isinstance(encoding, BiasEncoding):
+        _require_one_bias(decoder, encoding, heads)
     weight: Any = next(decoder.parameters())
     encoding.to(weight.device, weight.dtype)
     encoding.train(decoder.training)
@@ -100,8 +104,9 @@ def _decoder(model: nn.Module) -> Any:
     attentions = [getattr(layer, "self_attn", None) for layer in layers]
     if not layers or not all(_takes_rotation(each) for each in attentions):
         raise Refused(
-            f"{name} has no layers whose self_attn is given its rotation, a mask and a cache "
-            f"(position_embeddings, attention_mask), in {installed_release()}: "
+            f"{name} has layers whose self_attn is not given its rotation, a mask and a cache "
+            "(position_embeddings, attention_mask), or calls none of transformers' attention "
+            f"functions with them, in {installed_release()}: "
             "expected a decoder of Llama's kind, such as LlamaForCausalLM or Qwen3ForCausalLM"
         )
     if is_mrope(rotary.module, config):
@@ -121,5 +126,40 @@ def _decoder(model: nn.Module) -> Any:
 def _takes_rotation(attention: Any) -> bool:
     if attention is None or not hasattr(attention, "layer_idx"):
         return False
+    attention_class: Any = type(attention)
+    code = getattr(undecorated_forward(attention_class), "__code__", None)
+    if code is None or ATTENTION_FUNCTIONS not in code.co_names:  # linear attention (MiniMax)
+        return False
     names = parameter_names(attention)
     return {"position_embeddings", MASK} <= {*names} and cache_parameter(attention) is not None
+
+
+def _head_counts(decoder: Any) -> set[int]:
+    """Return the numbers of query heads that the decoder's attentions have.
+
+    Where they differ (Laguna, dots 3 Note), each attention says its own, and the config may not.
+    """
+    heads: set[Any] = {getattr(layer.self_attn, "num_heads", None) for layer in decoder.layers}
+    return {decoder.config.num_attention_heads} if None in heads else heads
+
+
+def _require_one_bias(decoder: Any, encoding: BiasEncoding, heads: set[int]) -> None:
+    """Raise unless every attention adds one and the same bias to its logits.
+
+    Raises:
+        ValueError: Layers differ in heads, or an attention does something else with its mask.
+    """
+    if len(heads) > 1:
+        counts = ", ".join(map(str, sorted(heads)))
+        raise Refused(
+            f"the layers of {type(decoder).__name__} have {counts} query heads, and the encoding "
+            f"{encoding.name!r} has one bias for each head of all layers: expected a decoder whose "
+            "layers have equally many heads"
+        )
+    classes: set[Any] = {type(layer.self_attn) for layer in decoder.layers}
+    if others := sorted(each.__name__ for each in classes if not hands_mask_on(each)):
+        raise Refused(
+            f"{', '.join(others)} hands its attention function another mask than it is given, and "
+            f"the encoding {encoding.name!r} reaches logits by that mask: expected a decoder of "
+            "Llama's kind, such as LlamaForCausalLM or Qwen3ForCausalLM"
+        )

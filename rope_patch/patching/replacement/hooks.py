@@ -19,6 +19,7 @@ from rope_patch.patching.replacement.encoding import AbsoluteEncoding, BiasEncod
 from rope_patch.transformers_api.attention_functions import has_causality
 from rope_patch.transformers_api.caches import is_paged, require_counted_cache
 from rope_patch.transformers_api.forwards import (
+    CACHE_OFFSET,
     MASK,
     POSITIONS,
     cache_among,
@@ -94,8 +95,16 @@ class AttentionHook:
         implementation = attention_implementation(attention.config)
         hidden = hidden_states(attention, args, kwargs)
         kwargs = dict(kwargs)
-        if not self.encoding.rotates(self.index):
-            kwargs[_ROTATION] = self.shared.no_rotation(*kwargs[_ROTATION])
+        rotation = kwargs.get(_ROTATION)
+        # A layer without rotation of its own is given None (BEAM).
+        if rotation is not None and not self.encoding.rotates(self.index):
+            if not isinstance(rotation, tuple) or len(rotation) != 2:
+                raise Refused(
+                    f"{type(attention).__name__} is given its rotation as a "
+                    f"{type(rotation).__name__}, expected cos and sin, which the encoding "
+                    f"{self.encoding.name!r} switches off: use a decoder of Llama's kind"
+                )
+            kwargs[_ROTATION] = self.shared.no_rotation(*rotation)
         if isinstance(self.encoding, BiasEncoding):
             require_implementation(self.encoding, implementation)
             if implementation in BY_BIAS:
@@ -124,6 +133,12 @@ class AttentionHook:
 
         def compute(span: Span) -> torch.Tensor:
             mask = span.keys <= span.queries[:, None] if given is None else given
+            if mask.shape[-1] != len(span.keys):
+                raise Refused(
+                    f"{type(attention).__name__} is given a mask of {mask.shape[-1]} keys, and "
+                    f"its part of the cache will hold {len(span.keys)}: the encoding "
+                    f"{self.encoding.name!r} needs the place of every key"
+                )
             return biased_mask(mask, self.encoding(span), _logits_dtype(hidden))
 
         return self._shared(attention, hidden, kwargs, given, compute)
@@ -137,7 +152,8 @@ class AttentionHook:
             bias = self.encoding(span).to(_logits_dtype(hidden))
             return bias.expand(len(hidden), -1, -1, -1)
 
-        return self._shared(attention, hidden, kwargs, None, compute)
+        # The bias is added beside the block mask, which tells padding from tokens.
+        return self._shared(attention, hidden, kwargs, kwargs.get(MASK), compute)
 
     def _shared(
         self,
@@ -184,6 +200,12 @@ class TableHook:
                 f"{self.encoding.name!r} adds vectors for"
             )
         hidden = hidden_states(layer, args, kwargs)
+        if hidden.ndim != 3:
+            raise Refused(
+                f"{type(layer).__name__} reads hidden states of {hidden.ndim} dimensions, several "
+                f"streams for each token, and the encoding {self.encoding.name!r} adds to "
+                "embeddings, of 3: expected a decoder of Llama's kind"
+            )
         if not torch.compiler.is_compiling():
             # A paged cache has no slots of one sequence, so positions are read (batching).
             is_batching = is_paged(cache_among(kwargs))
@@ -248,12 +270,13 @@ class Slots:
             attention: The attention, whose `layer_idx` names its part of the cache.
             hidden: Its hidden states, `[B, Q, D]`.
             kwargs: Its other arguments, or those of its layer, which has the same cache.
+                Attentions that run several times have one part of it for each time (Dory).
         """
         cache, queries = cache_among(kwargs), hidden.shape[1]
         if cache is None:
             return cls(queries, queries)
         require_counted_cache(cache)
-        layer: int = attention.layer_idx
+        layer: int = attention.layer_idx + kwargs.get(CACHE_OFFSET, 0)
         first = (getattr(cache, "get_query_offset", None) or cache.get_seq_length)(layer)
         size: Any = queries
         if _takes_positions(type(cache)):

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from rope_patch.encodings.decay import xpos_factors
-from rope_patch.patching.architecture.attention_source import undecorated_forward
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.attention_interception import intercept
@@ -27,7 +26,6 @@ from rope_patch.patching.replacement.registry import register_encoding
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.rope_config import by_layer_type
 from rope_patch.transformers_api.forwards import hidden_states
-from rope_patch.transformers_api.models import ATTENTION_FUNCTIONS
 from rope_patch.utils.errors import Refused
 
 
@@ -156,12 +154,6 @@ class Xpos(RotaryEncoding):
             raise Refused(f"{type(model).__name__} has several rotations: xpos needs one")
         for layer in owner.layers:
             attention = layer.self_attn
-            code: Any = undecorated_forward(type(attention))
-            if ATTENTION_FUNCTIONS not in code.__code__.co_names:
-                raise Refused(
-                    f"{type(attention).__name__} does not hand its queries to one of transformers' "
-                    "attention functions, so xpos cannot scale them"
-                )
             scaling = FadingPairs(self.gamma, self.scale, interleaved)
             undo_log.hook(attention, before=scaling.note_span)
             intercept(attention, scaling, undo_log)
@@ -206,6 +198,11 @@ class FadingPairs:
     ) -> Any:
         """Call an attention function with scaled queries and keys."""
         span: Span = self._local.span
+        if key.shape[2] != len(span.keys):
+            raise Refused(
+                f"{type(module).__name__} compares with {key.shape[2]} keys, and the cache was "
+                f"expected to hold {len(span.keys)}: xpos needs the place of every key"
+            )
         last = span.queries[-1]
         middle = (span.queries[0] + last) // 2
         # Keys ahead of all queries are masked, and might overflow.

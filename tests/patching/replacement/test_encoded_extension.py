@@ -10,6 +10,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import rope_patch
 from rope_patch.patching.replacement.encoding import Span
+from rope_patch.patching.replacement.hooks import AttentionHook, SharedTensors
 
 FACTOR = 4
 LONG = FACTOR * LENGTH - 3
@@ -194,3 +195,38 @@ def test_dynamic_extensions_count_tokens_and_no_padding(name, options, method, l
     got = model(padded, attention_mask=mask).logits
     got = got[:, 30:] if left else got[:, :-30]
     torch.testing.assert_close(got, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "method"),
+    [("alibi", {}, "dynamic-ntk"), ("t5", {"buckets": 8}, "dynamic-log-tail")],
+)
+def test_flex_attention_counts_tokens_and_no_padding(name, options, method):
+    """Twenty slots are beyond the trained length, and fourteen tokens are not."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    slots, padding = LENGTH + 4, 6
+    model = encoded(name, options)
+    rope_patch.patch(model, method)
+    layer = model.model.layers[0]
+    layer.self_attn.config._attn_implementation = "flex_attention"
+
+    def position_bias(first):
+        def sees(row, head, query, key):
+            return (key <= query) & (key >= first)
+
+        hook = AttentionHook(model.model.position_encoding, layer, 0, SharedTensors())
+        still = torch.zeros(1, slots, 8)
+        arguments = {
+            "attention_mask": create_block_mask(sees, 2, None, slots, slots, device="cpu"),
+            "position_embeddings": (still, still),
+            "position_ids": torch.arange(slots)[None],
+        }
+        return hook(layer.self_attn, (torch.zeros(2, slots, 32),), arguments)[1]["position_bias"]
+
+    padded, whole = position_bias(padding), position_bias(0)
+    span = Span(torch.arange(slots), torch.arange(slots))
+    rope_patch.unpatch(model)
+    plain = model.model.position_encoding(span).expand_as(padded)
+    assert torch.equal(padded, plain)
+    assert not torch.equal(whole, plain)
