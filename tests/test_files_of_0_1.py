@@ -230,6 +230,7 @@ def test_resumed_evaluation_reuses_all_answers(same_versions, tmp_path):
     assert results["run"]["continued"]
     after = {path.name: path.read_bytes() for path in (folder / "cache").iterdir()}
     assert before.items() <= after.items()
+    assert after.pop("configs.jsonl")  # 0.1 did not note which config answered
     assert len(after) - len(before) == sum(map(len, added["losses"]))
 
 

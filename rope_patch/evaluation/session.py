@@ -37,6 +37,7 @@ from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils import atomic_files, checksums, provenance
 from rope_patch.utils.atomic_files import NotWritten
 from rope_patch.utils.errors import describe_error
+from rope_patch.utils.journal import JournalFile, check_lines
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")
@@ -88,6 +89,7 @@ class Session:
 
     model: Any = None
     weights = ""
+    _other_config: str | None = None
     quantization: str | None = None
     continued = False
     earlier_seconds = 0.0
@@ -125,9 +127,11 @@ class Session:
         quantize(self.model, self.quantization)
         RowsGuard.install(self.model)
         self.weights = provenance.fingerprint(self.model)
-        self.answers = AnswerStore(
-            request.folder / "cache", self.processes.rank, self.processes.size
+        cache, config = request.folder / "cache", provenance.config_fingerprint(self.model.config)
+        self._other_config = self.processes.run_on_main(
+            lambda: _other_config(cache, self.weights, config)
         )
+        self.answers = AnswerStore(cache, self.processes.rank, self.processes.size)
         self.continued = len(self.answers) > 0
 
     @contextlib.contextmanager
@@ -251,7 +255,28 @@ class Session:
             "versions": provenance.versions(),
             # Only where there is one, so that earlier runs' answers keep their keys.
             **({"quantization": self.quantization} if self.quantization else {}),
+            **({"config": self._other_config} if self._other_config else {}),
         }
+
+
+def _other_config(folder: Path, weights: str, config: str) -> str | None:
+    """Return a config's fingerprint unless it is the first one that a folder saw with some weights.
+
+    Weights do not say what rotates them: the same ones under a config that was edited (another
+    theta, a scaling) answer otherwise. Answers of the first config keep the keys without one, as
+    earlier releases wrote them.
+
+    Args:
+        folder: The folder of answers, whose first configs are a line each in a file.
+        weights: The fingerprint of the weights.
+        config: The fingerprint of the config that they are used with now.
+    """
+    file = JournalFile(folder / "configs.jsonl")
+    for entry in check_lines(file.lines()).entries:
+        if entry["weights"] == weights:
+            return None if entry["config"] == config else config
+    file.append(checksums.seal({"weights": weights, "config": config}))
+    return None
 
 
 def _is_intact(path: Path, key: str) -> bool:
@@ -279,9 +304,10 @@ def _rotation_identity(handle: Patch | EncodingPatch, length: int, end: int) -> 
         return encoding_identity(handle)
     if handle.method.valid_until(max(length, 1), handle.trained_length) < end:
         changing = [handle.method.name, handle.method.options()]  # changes on the way
-        if method_origin(handle.method) is None:
+        if method_origin(handle.method) is None and handle.extension.start == "unscaled":
             return changing
-        # Another file may compute other numbers under the same name.
+        # Another file may compute other numbers under the same name, or a scaling of the config's
+        # may lie below them.
         return [*changing, *(_numbers_at(handle, each) for each in (1, length, end))]
     rotation: dict[str, Any] = {}
     for layer_type, frequencies in handle.frequencies_at(length).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from dataclasses import dataclass, field, fields
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.pretrained import demo
+from rope_patch.tasks import texts
+from rope_patch.training.data import sources
 from rope_patch.utils.checksums import digest
 from rope_patch.utils.errors import Refused
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}  # seconds
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 _MIN_BUDGET = 1.0  # seconds
-_SMALL_FILE = 2**20  # bytes, up to which the identity reads a file
 _NOT_COMPARED = ("out", "command")
 
 
@@ -76,6 +78,8 @@ class ExtendRequest:
         path = Path(demo.resolve_model_path(self.model))
         values["model"] = self.model if not path.is_dir() else str(path.resolve())
         values["checkpoint"] = _checkpoint_digest(path)
+        if contents := _contents(self):
+            values["contents"] = contents
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
 
@@ -138,12 +142,20 @@ def format_duration(seconds: float) -> str:
 
 
 def _checkpoint_digest(path: Path) -> str | None:
-    """Return a digest of a folder's file names, sizes and small files; None for a name."""
+    """Return a digest of a folder's files, large ones by samples; None for a name.
+
+    Weights that were trained on have their names and sizes still.
+    """
     if not path.is_dir():
         return None
-    parts = []
+    hasher = hashlib.sha256()
     for file in sorted(each for each in path.iterdir() if each.is_file()):
-        size = file.stat().st_size
-        content = digest(file.read_bytes(), 16) if size <= _SMALL_FILE else ""
-        parts.append(f"{file.name} {size} {content}")
-    return digest("\n".join(parts), 32)
+        hasher.update(file.name.encode())
+        sources.digest_file(file, hasher)
+    return hasher.hexdigest()[:32]
+
+
+def _contents(request: ExtendRequest) -> dict[str, str]:
+    """Return digests of what the request names to train on and to measure by."""
+    texts_by_name = {name: digest(texts.read_text(name), 32) for name in request.texts}
+    return texts_by_name | {name: sources.fingerprint(name) for name in request.data}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import subprocess
@@ -51,6 +52,19 @@ def fingerprint(model: Any) -> str:
             step = max(1, flat.numel() // _SAMPLED_ELEMENTS)
             digest.update(flat[::step].double().cpu().numpy().tobytes())
     return f"sampled-sha256:{digest.hexdigest()[:32]}"
+
+
+def config_fingerprint(config: Any) -> str:
+    """Return a digest of what a config says of the model, wherever it was read from.
+
+    Weights do not tell how they are used: another base of the rotation, scaling, window or softcap
+    changes no tensor that is saved.
+    """
+    values = config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        values.pop(name, None)
+    text = json.dumps(values, sort_keys=True, default=str)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def versions() -> dict[str, str]:

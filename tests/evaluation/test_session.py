@@ -5,7 +5,8 @@ from helpers.method_names import position_maps
 from helpers.tiny_models import TRAINED, make_model
 
 import rope_patch
-from rope_patch.evaluation.session import _rotation_identity
+from rope_patch.evaluation.session import _other_config, _rotation_identity
+from rope_patch.utils.provenance import config_fingerprint, fingerprint
 
 
 def identity(method, length=2 * TRAINED, end=2 * TRAINED, **options):
@@ -64,3 +65,28 @@ def test_only_equal_bits_share_the_plain_models_answer(method):
     assert identity(method, **short) is None
     assert identity(method, **short, kernels="hf") is None
     assert identity(method, **short, kernels="reference") == {"kernels": "reference"}
+
+
+def test_the_same_weights_under_another_config_have_answers_of_their_own(tmp_path):
+    """An edited theta is in no weight: the plain model of before answered for that of now."""
+    model = make_model()
+    weights, config = fingerprint(model), config_fingerprint(model.config)
+    model.config.rope_parameters["rope_theta"] *= 100
+    edited = config_fingerprint(model.config)
+    model.config._name_or_path = "elsewhere"
+    assert config_fingerprint(model.config) == edited != config
+    assert fingerprint(model) == weights
+    found = [_other_config(tmp_path, weights, each) for each in (config, edited, config, edited)]
+    assert found == [None, edited, None, edited]  # the first keeps the keys of earlier releases
+    assert _other_config(tmp_path, "other weights", edited) is None
+
+
+def test_what_a_dynamic_method_starts_from_has_answers_of_its_own():
+    """Beyond the trained length both follow the text, one from the config's own scaling on."""
+    scaling = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    found = []
+    for start in ("running", "unscaled"):
+        model = make_model(rope_parameters=scaling)
+        handle = rope_patch.patch(model, "dynamic-yarn", trained_length=TRAINED, start=start)
+        found.append(_rotation_identity(handle, TRAINED, 2 * TRAINED))
+    assert found[0] != found[1]

@@ -7,7 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from rope_patch.extending import wall_clock
-from rope_patch.extending.request import format_duration, parse_duration, parse_target
+from rope_patch.extending.request import (
+    ExtendRequest,
+    format_duration,
+    parse_duration,
+    parse_target,
+)
 from rope_patch.extending.wall_clock import WallClock
 from rope_patch.extending.work_folder import WorkFolder
 
@@ -90,3 +95,34 @@ def test_a_damaged_request_is_an_error(tmp_path):
     (tmp_path / "work" / "request.json").write_text("{}")
     with pytest.raises(ValueError, match="it has no digest"):
         work.require_same_request({"budget": 1.0})
+
+
+def test_files_that_keep_their_name_and_size_are_others_by_their_contents(tmp_path):
+    model, text, data = tmp_path / "model", tmp_path / "text.txt", tmp_path / "data.txt"
+    model.mkdir()
+    weights = model / "model.safetensors"
+    weights.write_bytes(bytes(2**21))
+
+    def identity():
+        request = ExtendRequest(
+            model=str(model),
+            to="4x",
+            out=tmp_path / "out",
+            budget=60.0,
+            train=True,
+            data=(str(data),),
+            texts=(str(text),),
+        )
+        return json.dumps(request.identity())
+
+    text.write_text("a text")
+    data.write_text("a document")
+    found = {identity()}
+    assert found == {identity()}
+    weights.write_bytes(bytes(2**20) + b"trained on" + bytes(2**20 - 10))
+    found.add(identity())
+    text.write_text("b text")
+    found.add(identity())
+    data.write_text("b document")
+    found.add(identity())
+    assert len(found) == 4

@@ -87,11 +87,12 @@ def fingerprint(source: str) -> str:
                 sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
             )
             for path in files:
-                _digest_file(path, digest)
+                digest_file(path, digest)
     return f"sampled-sha256:{digest.hexdigest()[:32]}"
 
 
-def _digest_file(path: Path, digest: Any) -> None:
+def digest_file(path: Path, digest: Any) -> None:
+    """Add a file's type, its size and its contents to a digest; samples of a large file."""
     require_file(path)
     size = path.stat().st_size
     digest.update(f"{path.suffix} {size} ".encode())
