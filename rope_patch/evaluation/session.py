@@ -304,10 +304,12 @@ def _rotation_identity(handle: Patch | EncodingPatch, length: int, end: int) -> 
         return encoding_identity(handle)
     if handle.method.valid_until(max(length, 1), handle.trained_length) < end:
         changing = [handle.method.name, handle.method.options()]  # changes on the way
-        if method_origin(handle.method) is None and handle.extension.start == "unscaled":
+        extension = handle.extension
+        is_ours = method_origin(handle.method) is None
+        if is_ours and extension.start == "unscaled" and extension.layer_types is None:
             return changing
-        # Another file may compute other numbers under the same name, or a scaling of the config's
-        # may lie below them.
+        # Another file may compute other numbers under the same name, a scaling of the config's may
+        # lie below them, or layers of some types may change alone.
         return [*changing, *(_numbers_at(handle, each) for each in (1, length, end))]
     rotation: dict[str, Any] = {}
     for layer_type, frequencies in handle.frequencies_at(length).items():

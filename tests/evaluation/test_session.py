@@ -90,3 +90,13 @@ def test_what_a_dynamic_method_starts_from_has_answers_of_its_own():
         handle = rope_patch.patch(model, "dynamic-yarn", trained_length=TRAINED, start=start)
         found.append(_rotation_identity(handle, TRAINED, 2 * TRAINED))
     assert found[0] != found[1]
+
+
+def test_a_dynamic_method_on_some_layers_has_answers_of_its_own():
+    """Beyond the trained length, layers with a window rotate as before unless they are named."""
+    found = []
+    for layer_types in (None, ["full_attention"], ["full_attention", "sliding_attention"]):
+        handle = rope_patch.patch(make_model("gemma3"), "dynamic-yarn", layer_types=layer_types)
+        found.append(_rotation_identity(handle, TRAINED, 2 * TRAINED))
+    assert found[0] == found[1] != found[2]
+    assert len(identity("dynamic-yarn", length=TRAINED)) == 2  # as earlier releases stored it
