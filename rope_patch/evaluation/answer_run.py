@@ -189,7 +189,8 @@ class AnswerRun:
             self.prompt_tokens += prompt_tokens(missing)
             return
         self.prompt_tokens += prompt_tokens(group)
-        seconds = (time.monotonic() - self._scoring_seconds - started) / len(missing)
+        # Each one's share of the group, also where a killed run has stored some of its answers.
+        seconds = (time.monotonic() - self._scoring_seconds - started) / len(group)
         keys = {question.key for question in missing}
         for question, answer in zip(group, answers, strict=True):
             if question.key in keys:

@@ -75,6 +75,7 @@ class LongContextLM(RollingLikelihood, HFLM):
             many choices follow it.
         computed_tokens: Tokens that went through the model for them.
         earlier_seconds: Time that an earlier run took for its answers that were used.
+        stored_seconds: Time of all answers that were used, as it is stored with them.
         tasks: lm-eval's task objects, if known: questions of theirs that ask for texts are answered
             together with those that score targets, so that prompts they share are read once.
     """
@@ -103,6 +104,7 @@ class LongContextLM(RollingLikelihood, HFLM):
         self.prompt_tokens = 0
         self.computed_tokens = 0
         self.earlier_seconds = 0.0
+        self.stored_seconds = 0.0
         self._model_info = model_info
         self._answers = AnswerStore() if answers is None else answers
         self._identity = identity
@@ -237,7 +239,9 @@ class LongContextLM(RollingLikelihood, HFLM):
         self._answers.put(question.key, answer, seconds / self._processes.size)
 
     def _claim_seconds(self, questions: list[Question]) -> None:
-        self.earlier_seconds += self._answers.claim_earlier_seconds(q.key for q in questions)
+        keys = [question.key for question in questions]
+        self.earlier_seconds += self._answers.claim_earlier_seconds(keys)
+        self.stored_seconds += self._answers.claim_seconds(keys)
 
     def _answer_in_batches(self, questions: list[Question]) -> None:
         """Answer short questions in batches that do not depend on what is answered already."""
@@ -275,9 +279,10 @@ class LongContextLM(RollingLikelihood, HFLM):
                     self._answer_batch(half)
                 return
             answers = [{"error": describe_error(error)}]
-        # A killed run may have left a batch half written.
+        # A killed run may have left a batch half written. What is stored is each one's share of
+        # the batch, so that a half written one counts as a whole one does.
         missing = {question.key for question in self._missing(questions)}
-        seconds = (time.monotonic() - started) / max(len(missing), 1)
+        seconds = (time.monotonic() - started) / len(questions)
         for question, answer in zip(questions, answers, strict=True):
             if question.key in missing:
                 self._put(question, answer, seconds)

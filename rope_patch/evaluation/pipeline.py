@@ -249,6 +249,7 @@ def _run_metadata(session: Session, total: float) -> RunMetadata:
         "processes": session.processes.size,
         "date": provenance.now(),
         "seconds": {**session.seconds, "total": total + session.earlier_seconds},
+        "stored_seconds": session.stored_seconds,
         "continued": session.continued,
         "untimed_answers": session.answers.untimed,
         "prompt_tokens": session.tokens,

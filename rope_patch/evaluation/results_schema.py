@@ -281,6 +281,8 @@ class LaterRunKeys(TypedDict, total=False):
         chat_template: The fingerprint of the chat template around questions; None without one.
         looks: Samples a task at the longest length, at each look of `--until-decided`; else empty.
         untimed_answers: An earlier run's answers whose time is not known.
+        stored_seconds: Seconds by part, as they are stored with answers and passes: without
+            loading and building, and equal whether the run was continued or not.
         quantization: What the weights were quantised to after loading; None without.
     """
 
@@ -289,6 +291,7 @@ class LaterRunKeys(TypedDict, total=False):
     chat_template: str | None
     looks: Sequence[int]
     untimed_answers: int
+    stored_seconds: Mapping[str, float]
     quantization: str | None
 
 

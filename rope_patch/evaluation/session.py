@@ -83,6 +83,8 @@ class Session:
         tokens: Tokens of the prompts (`asked`), and those that went through the model (`read`).
         continued: Whether an earlier run left answers or pieces. Their time is in `seconds`.
         earlier_seconds: The time of an earlier run's pieces and answers.
+        stored_seconds: By part, the time that is stored with answers and pieces, each once: equal
+            in a run that continues and in one that never stopped.
         not_run: Requested parts that could not be measured, with the reason.
         failed: Samples of short tasks that failed and are not counted, with the reason.
     """
@@ -106,6 +108,7 @@ class Session:
         )
         self.methods: dict[str, MethodRecord] = {}
         self.seconds: dict[str, float] = {}
+        self.stored_seconds: dict[str, float] = {}
         self._part = ""  # what `timer` times; empty outside
         self._pieces: set[Path] = set()  # computed in this run, or counted as an earlier one's
         self.tokens: TokenCounts = {"asked": 0, "read": 0}
@@ -181,6 +184,7 @@ class Session:
         self.tokens["asked"] += lm.prompt_tokens
         self.tokens["read"] += lm.computed_tokens
         self._add_earlier(lm.earlier_seconds)
+        self._add_stored(lm.stored_seconds)
 
     def compute_cached(self, pieces: Sequence[CachedComputation[T]]) -> list[T]:
         """Return the values of all pieces; compute those that no earlier run left."""
@@ -202,6 +206,8 @@ class Session:
             path: checksums.unseal(path.read_bytes(), format=_FORMAT, key=key)
             for path, (key, _) in by_path.items()
         }
+        new = [path for path in stored if path not in self._pieces]
+        self._add_stored(sum(stored[path].get("seconds", 0.0) for path in new))
         self._pieces.update(missing)
         for path in stored.keys() - self._pieces:
             self.continued = True
@@ -214,6 +220,11 @@ class Session:
         if self._part:
             self.seconds[self._part] = self.seconds.get(self._part, 0) + seconds
         self.earlier_seconds += seconds
+
+    def _add_stored(self, seconds: float) -> None:
+        """Add the time that is stored with results."""
+        if self._part:
+            self.stored_seconds[self._part] = self.stored_seconds.get(self._part, 0) + seconds
 
     def try_compute_cached(
         self, name: str, pieces: Sequence[CachedComputation[T]]

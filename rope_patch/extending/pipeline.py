@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,7 @@ class _Extension:
         title = f"{one_line(Path(request.model).name)}, {trained:,} → {length:,} tokens"
         self.page = ProgressPage(request.out, title, self.steps, self.clock, request.command)
         self.left_out: list[str] = []
+        self._used = 0.0  # seconds that the steps before the present one needed
 
     def run(self) -> Extended:
         """Run all steps, or those that are missing."""
@@ -162,20 +164,29 @@ class _Extension:
         """Return a step's stored result; without one run the step and store its result."""
         stored = self.work.read(step)
         if stored is None:
-            seconds = self.clock.allot(step)
+            seconds, before = self.clock.allot(step, self._used), self.clock.spent(step)
             self.page.begin(step, seconds)
             with self.clock.running(step, self.page.refresh):
                 result = make(seconds)
             _free_memory()
-            stored = self.work.write(step, result, self.clock.spent(step))
+            spent = self.clock.spent(step)
+            # A step that continues says itself what it needs in all; others begin anew.
+            used = result.pop("used", spent - before)
+            stored = self.work.write(step, result, spent, used)
+        self._used += stored.get("used", stored["seconds"])  # earlier versions wrote no "used"
         result = stored["result"]
         self.page.end(step, result["text"], left_out="left_out_step" in result)
         return result
 
     def _part(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return a stored plan within a step; without one make and store it."""
-        stored = self.work.read(name) or self.work.write(name, make(), 0.0)
-        return stored["result"]
+        """Return a stored plan within a step with its seconds; without one make and store it."""
+        stored = self.work.read(name)
+        if stored is None:
+            started = time.monotonic()
+            plan = make()
+            seconds = time.monotonic() - started
+            stored = self.work.write(name, plan, seconds, seconds)
+        return {**stored["result"], "seconds": stored["seconds"]}
 
     def _diagnose(self, _: float) -> dict[str, Any]:
         diagnosis = diagnose(
@@ -224,7 +235,11 @@ class _Extension:
                 f"({error})",
                 error.minutes,
             ) from error
-        return {"text": recommendation.verdict, "recommendation": recommendation.to_dict()}
+        return {
+            "text": recommendation.verdict,
+            "recommendation": recommendation.to_dict(),
+            "used": recommendation.seconds,
+        }
 
     def _train(self, recommendation: dict[str, Any], seconds: float) -> dict[str, Any]:
         candidate = trained_candidate(recommendation)
@@ -238,19 +253,21 @@ class _Extension:
             )
 
         training_plan = self._part(TRAINING_PLAN, make_plan)
+        used = training_plan["seconds"]
         if reason := training_plan.get("left_out"):
-            return _left_out(reason)
+            return _left_out(reason) | {"used": used}
+        used += training_plan["steps"] * training_plan["step_seconds"]
         done = fine_tuning.train(
             self.request, candidate, self.length, self.work.path / "training", training_plan
         )
         if reason := done.get("left_out"):
-            return _left_out(reason)
+            return _left_out(reason) | {"used": used}
         first, last = done["losses"]
         text = (
             f"{done['label']}: {done['mode']}, {done['steps']:,} steps of "
             f"{training_plan['step_seconds']:.3g} s, loss {first:.4f} to {last:.4f}"
         )
-        return {"text": text, **done}
+        return {"text": text, **done, "used": used}
 
     def _compare(
         self,

@@ -104,6 +104,9 @@ def plan_samples(
 ) -> dict[str, Any]:
     """Run the pilot, and return how many samples fit into the time.
 
+    The pilot's times are those that are stored with its answers. So a pilot that was killed and
+    continued comes to the same number, although it asks only what it had not asked.
+
     Args:
         pilot: The comparison on one text.
         seconds: Time for the whole comparison.
@@ -114,11 +117,11 @@ def plan_samples(
         `samples`, `short_samples` (0 for none) and `left_out`, the reasons.
     """
     results = pipeline.evaluate(pilot)
-    parts = results["run"]["seconds"]
+    parts = results["run"]["stored_seconds"]
     more = (len(pilot.methods) + with_trained) / len(pilot.methods)
     text_seconds = max(parts.get("retrieval", 0.0) * more, 1e-3)
     short_seconds = parts.get("short tasks", 0.0) * more / _PILOT_SHORT
-    left = _USED_SHARE * seconds - parts["total"]
+    left = _USED_SHARE * seconds - sum(parts.values())
     left -= with_trained * parts.get(PERPLEXITY, 0.0) / len(pilot.methods)
     left_out = []
     short = _MAX_SHORT

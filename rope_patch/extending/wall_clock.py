@@ -15,10 +15,11 @@ _HEARTBEAT = 5.0  # seconds between two notes of the time, which is all that a k
 
 
 class WallClock:
-    """The time of all steps, noted in a file so that a killed run's time counts.
+    """The time of all steps, noted in a file so that a killed run's time is shown, too.
 
-    A step's share of the time left is fixed when it begins first. So a run that continues plans
-    with the same share, and gives the same result.
+    A step's share is of the time that the steps before it needed, without what kills cut short, and
+    it is fixed when the step begins first. So a run that continues plans with the same share, and
+    gives the same result.
 
     Args:
         path: The file.
@@ -34,12 +35,17 @@ class WallClock:
             stored = json.loads(path.read_text(encoding="utf-8"))
             self._spent, self._allotted = dict(stored["spent"]), dict(stored["allotted"])
 
-    def allot(self, step: str) -> float:
-        """Return the seconds that a step may take, of those left when it began first."""
+    def allot(self, step: str, used: float) -> float:
+        """Return the seconds that a step may take.
+
+        Args:
+            step: Its name.
+            used: Seconds that the steps before it needed.
+        """
         if step not in self._allotted:
             names = list(self._weights)
             later = names[names.index(step) :]
-            left = max(0.0, self.budget - sum(self._spent.values()))
+            left = max(0.0, self.budget - used)
             share = self._weights[step] / sum(self._weights[name] for name in later)
             self._allotted[step] = left * share
             self._write()

@@ -97,16 +97,19 @@ class WorkFolder:
             logger.warning("%s is made again: %s", path, error)
             return None
 
-    def write(self, step: str, result: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def write(
+        self, step: str, result: dict[str, Any], seconds: float, used: float
+    ) -> dict[str, Any]:
         """Write a step's result at once, and return it as `read` does.
 
         Args:
             step: The step's name.
             result: JSON data.
             seconds: Wall time of the step, with that of runs that were killed.
+            used: Seconds that the step needs where nothing kills it.
         """
         body = checksums.json_safe(
-            {"format": FORMAT, "step": step, "seconds": seconds, "result": result}
+            {"format": FORMAT, "step": step, "seconds": seconds, "used": used, "result": result}
         )
         atomic_files.write_json(self.path / f"{step}.json", checksums.seal(body))
         stored = self.read(step)

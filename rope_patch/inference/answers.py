@@ -46,6 +46,7 @@ class AnswerStore:
         self._folder = folder
         self._answers: dict[str, dict[str, Any]] = {}
         self._earlier: dict[str, float | None] = {}  # an earlier run's answers: their seconds
+        self._seconds: dict[str, float] = {}  # of all answers, this run's and earlier ones'
         self.untimed = 0
         self._journal = None if folder is None else JournalFile(folder / f"answers-{rank}.jsonl")
         for path in self._files():
@@ -69,9 +70,16 @@ class AnswerStore:
 
     def claim_earlier_seconds(self, keys: Iterable[str]) -> float:
         """Return the seconds of those answers that an earlier run left; each counts once."""
-        claimed = [self._earlier.pop(key) for key in set(keys) if key in self._earlier]
+        claimed = [self._earlier.pop(key) for key in dict.fromkeys(keys) if key in self._earlier]
         self.untimed += claimed.count(None)
         return sum(seconds or 0.0 for seconds in claimed)
+
+    def claim_seconds(self, keys: Iterable[str]) -> float:
+        """Return the stored seconds of answers, whichever run gave them; each counts once.
+
+        A run that continues returns what it would have returned without a stop.
+        """
+        return sum(self._seconds.pop(key, 0.0) for key in dict.fromkeys(keys))
 
     def reload(self) -> None:
         """Read the answers that this and other processes have written."""
@@ -96,6 +104,7 @@ class AnswerStore:
                 self._answers[entry["key"]] = entry["answer"]
                 if earlier and "error" not in entry["answer"]:
                     self._earlier[entry["key"]] = entry.get("seconds")
+                    self._seconds[entry["key"]] = entry.get("seconds") or 0.0
         if checked.flaws and repair:
             journal.rewrite(checked.valid)
             logger.warning(
@@ -117,6 +126,8 @@ class AnswerStore:
         entry: dict[str, Any] = {"key": key, "answer": answer}
         if seconds is not None:
             entry["seconds"] = round(seconds, 3)
+            if "error" not in answer:  # the next run asks again
+                self._seconds[key] = entry["seconds"]
         sealed = checksums.seal(entry)
         self._answers[key] = sealed["answer"]
         if self._journal is not None:

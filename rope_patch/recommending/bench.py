@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from rope_patch.searching.journal import SharedJournal
 from rope_patch.searching.measure.fitness import Fitness
 from rope_patch.utils.processes import Processes
 
-CLOCK_KEY = "clock"  # the journal's key of the time spent
+BUDGET_KEY = "budget"  # of the journal's lines after which a run has another budget
 
 
 class MeasurementFailed(Exception):
@@ -36,10 +36,10 @@ class Bench:
         journal: Stores the results.
         clock: Records the costs.
         processes: Processes that share the work.
+        earlier: Keys of measurements that the clock counts already.
 
     Attributes:
         samples_scored: Samples in all, with those of earlier runs.
-        candidates_searched: Candidates whose time is in the stored clock.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Bench:
         journal: SharedJournal,
         clock: TimeBudget,
         processes: Processes,
+        earlier: Set[str] = frozenset(),
     ) -> None:
         self._model, self._space, self._sets = model, space, dict(blocks_by_kind)
         self._extension, self._journal, self._clock = extension, journal, clock
-        self._processes = processes
+        self._processes, self._earlier = processes, earlier
         self._samples: dict[tuple[str, int], list[Sample]] = {}
         self._seen: set[str] = set()
         self.samples_scored = 0
-        self.candidates_searched = 0
 
     def block_count(self, kind: str) -> int:
         """Return how many blocks of a kind there are."""
@@ -104,11 +104,13 @@ class Bench:
             self._processes,
         )
 
-    def save_clock(self) -> None:
-        """Store the time spent, for a run that resumes from here."""
-        self._journal.put(
-            CLOCK_KEY, {"spent": self._clock.spent(), "searched": self.candidates_searched}
-        )
+    def count(self, key: str, seconds: float) -> None:
+        """Count the time of a measurement by its key in the journal, unless it is an earlier one's.
+
+        A stored measurement counts as it did when it was made, so that all choices by the time left
+        come out again.
+        """
+        self._clock.count(0.0 if key in self._earlier else seconds)
 
     def _measure_block(
         self, rotation: VariantRotation, kind: str, number: int, name: str
@@ -129,13 +131,14 @@ class Bench:
                 "hits": [list(hits) for hits in evaluation.hits],
                 "groups": fitness.groups,
                 "seconds": time.monotonic() - started,
+                "elapsed": self._clock.elapsed(),  # with what lay between two measurements
             }
             self._journal.put(key, entry)
-            self.save_clock()
         if key not in self._seen:
             self._seen.add(key)
             self.samples_scored += len(entry["nll"])
             self._clock.record_cost(kind, entry["seconds"])
+            self.count(key, _elapsed(entry))
         return Scores(
             tuple(entry["nll"]),
             tuple(tuple(hits) for hits in entry["hits"]),
@@ -143,15 +146,25 @@ class Bench:
         )
 
 
-def earlier_usage(journal: SharedJournal) -> tuple[float, int]:
-    """Return the seconds of earlier runs, and how many candidates their search has measured."""
-    clock = journal.get(CLOCK_KEY) or {"spent": 0.0, "searched": 0}
-    seconds, number = clock["spent"], 0
-    while (entry := journal.get(f"search/{number}")) is not None:
-        if number >= clock["searched"]:  # killed before the search's time was stored
-            seconds += entry["evaluation"]["seconds"]
-        number += 1
-    return seconds, number
+def earlier_usage(journal: SharedJournal, minutes: float) -> tuple[float, frozenset[str]]:
+    """Return the seconds and the keys of measurements by runs with another budget.
+
+    Args:
+        journal: Stored measurements.
+        minutes: The budget of this run, which is stored with its first measurement.
+    """
+    key = f"{BUDGET_KEY}/{float(minutes)!r}"
+    earlier = journal.stored_before(key)
+    journal.put_with_next(key, {})
+    return sum(map(_elapsed, earlier.values())), frozenset(earlier)
+
+
+def _elapsed(entry: dict[str, Any]) -> float:
+    """Return the seconds that a stored measurement counts; 0 for what is none."""
+    if "evaluation" in entry:
+        return float(entry["evaluation"]["seconds"])
+    # Earlier versions stored the time of the measurement alone.
+    return float(entry.get("elapsed", entry.get("seconds", 0.0)))
 
 
 def _block_key(rotation: VariantRotation, kind: str, number: int) -> str:

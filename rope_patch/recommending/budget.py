@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rope_patch.recommending.sample_sets import BLOCK_SIZE
 from rope_patch.utils.errors import Refused
+from rope_patch.utils.escaping import printable
 from rope_patch.utils.processes import Processes
 from rope_patch.utils.progress import progress_bar
 
@@ -22,9 +23,12 @@ _SAFETY_MARGIN = 1.1  # passes vary in time
 class TimeBudget:
     """A budget of minutes, the time spent, and the costs of blocks.
 
+    The time spent is the sum of what measurements took, which the journal stores with each. So a
+    run that continues after a kill comes to the same choices, whatever the kill lost.
+
     Args:
-        minutes: The budget, including earlier runs.
-        earlier_seconds: Seconds of earlier runs.
+        minutes: The budget, including runs with another budget in the same folder.
+        earlier_seconds: Seconds of those runs.
         processes: All processes use the main process's clock.
         progress: Whether to show a bar on stderr.
     """
@@ -33,7 +37,8 @@ class TimeBudget:
         self, minutes: float, earlier_seconds: float, processes: Processes, progress: bool = True
     ) -> None:
         self._total = 60 * minutes
-        self._started = time.monotonic() - earlier_seconds
+        self._spent = earlier_seconds
+        self._counted_at = time.monotonic()
         self._processes = processes
         self._costs: dict[str, list[float]] = {}
         self._bar = progress_bar(
@@ -44,7 +49,7 @@ class TimeBudget:
 
     def spent(self) -> float:
         """Return the seconds spent, the same in all processes."""
-        return self._processes.broadcast(time.monotonic() - self._started)
+        return self._processes.broadcast(self._spent)
 
     def left(self) -> float:
         """Return the seconds left, the same in all processes."""
@@ -52,7 +57,16 @@ class TimeBudget:
 
     def left_in_process(self) -> float:
         """Return the seconds left by this process's own clock."""
-        return self._total - (time.monotonic() - self._started)
+        return self._total - self._spent
+
+    def elapsed(self) -> float:
+        """Return the seconds since a measurement was counted last."""
+        return time.monotonic() - self._counted_at
+
+    def count(self, seconds: float) -> None:
+        """Count the seconds of a measurement, made now or by a run that was killed."""
+        self._spent += seconds
+        self._counted_at = time.monotonic()
 
     def record_cost(self, kind: str, seconds: float) -> None:
         """Record what one block of a kind took."""
@@ -69,7 +83,7 @@ class TimeBudget:
 
     def set_status(self, status: str) -> None:
         """Show what runs now, and how much time is left."""
-        now = time.monotonic() - self._started
+        now = self._spent + self.elapsed()
         self._bar.set_description_str(status, refresh=False)
         self._bar.set_postfix_str(
             f"{_format_duration(max(self._total - now, 0))} left", refresh=False
@@ -80,7 +94,7 @@ class TimeBudget:
     def log(self, line: str) -> None:
         """Print a line on stderr, above the bar."""
         if not self._bar.disable:
-            self._bar.write(line, file=sys.stderr)
+            self._bar.write(printable(line), file=sys.stderr)
 
     def close(self) -> None:
         """End the bar."""

@@ -72,7 +72,8 @@ def recommend(
         model: A transformers decoder with RoPE, not patched; or its folder or name.
         tokenizer: The model's tokenizer; needed for a live model unless `samples` are given.
         length: Target length in tokens.
-        budget: Minutes for measuring, including earlier runs in the same folder.
+        budget: Minutes for measuring, including earlier runs in the same folder. What a kill cut
+            short does not count, so that the same call comes to the same result.
         text: Names or files to make samples of; the novels of the package unless given.
         samples: Questions to use instead, or a file of them (JSON lines with input_ids and labels):
             those longer than the trained length are for the target, the others for the price.
@@ -158,10 +159,11 @@ def recommend(
     resume_advice = atomic_files.add_write_advice(SearchJournal.resume_advice(folder))
     with resume_advice, eval_mode(live), SharedJournal(folder, identity, processes) as journal:
         journal.lock()
-        seconds_spent, candidates_searched = earlier_usage(journal)
+        seconds_spent, earlier = earlier_usage(journal, budget)
         clock = TimeBudget(budget, seconds_spent, processes, progress)
-        bench = Bench(live, space, sample_blocks.by_kind, extension, journal, clock, processes)
-        bench.candidates_searched = candidates_searched
+        bench = Bench(
+            live, space, sample_blocks.by_kind, extension, journal, clock, processes, earlier
+        )
         race = Race(live, space, extension, bench, clock, journal, seed, search)
         race.not_measured += sample_blocks.not_measured
         try:

@@ -11,7 +11,7 @@ from rope_patch.recommending.budget import MIN_EVALUATIONS, BudgetPlan, TimeBudg
 from rope_patch.recommending.sample_sets import SEARCH
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.journal import SharedJournal
-from rope_patch.searching.loop import next_candidate, search_loop
+from rope_patch.searching.loop import next_candidate, search_key, search_loop
 from rope_patch.searching.strategies.base import Proposals
 from rope_patch.searching.strategies.registry import STRATEGIES
 
@@ -38,13 +38,14 @@ class TimedResult:
 
 
 class _SearchStatus:
-    """Shows the search's progress on the bar of the time budget."""
+    """Counts the time of each evaluation, and shows the search's progress on the budget's bar."""
 
-    def __init__(self, clock: TimeBudget) -> None:
-        self._clock = clock
+    def __init__(self, bench: Bench, clock: TimeBudget) -> None:
+        self._bench, self._clock = bench, clock
 
     def update(self, history: list[dict[str, Any]], reference: float, rate: float) -> None:
         best = history[-1]["best"]
+        self._bench.count(search_key(len(history) - 1), history[-1]["seconds"])
         self._clock.set_status(f"search, {len(history)}: best {best:.4f}, yarn {reference:.4f}")
 
 
@@ -85,20 +86,26 @@ def search_within(
     proposals = _stop_at(
         _strategy_sequence(fitness.space, seed, proposed_by),
         clock,
-        bench.candidates_searched,
+        _stored_count(journal),
         deadline,
     )
     best, history, evaluations_per_minute = search_loop(
-        fitness, proposals, 2 * MAX_CANDIDATES, journal, _SearchStatus(clock)
+        fitness, proposals, 2 * MAX_CANDIDATES, journal, _SearchStatus(bench, clock)
     )
-    bench.candidates_searched = len(history)
-    bench.save_clock()
     proposed_by = journal.processes.run_on_main(lambda: proposed_by)
     best_fitness = history[-1]["best"]
     number = next(e["number"] for e in history if e["complete"] and e["fitness"] == best_fitness)
     return TimedResult(
         proposed_by[number - 1] if number else FIRST_STRATEGY, best, history, evaluations_per_minute
     ), ""
+
+
+def _stored_count(journal: SharedJournal) -> int:
+    """Return how many evaluations earlier runs have stored, including YaRN's."""
+    number = 0
+    while journal.get(search_key(number)) is not None:
+        number += 1
+    return number
 
 
 def _strategy_sequence(space: SearchSpace, seed: int, proposed_by: list[str]) -> Proposals:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ class SearchJournal:
     def get(self, key: str) -> dict[str, Any] | None:
         """Return what is stored under a key, or None."""
         return self._entries.get(key)
+
+    def before(self, key: str) -> dict[str, dict[str, Any]]:
+        """Return what was stored before a key; everything if it was not stored."""
+        return dict(takewhile(lambda entry: entry[0] != key, self._entries.items()))
 
     def put(self, key: str, value: dict[str, Any]) -> dict[str, Any]:
         """Store a measurement.
@@ -219,6 +224,15 @@ class SharedJournal:
 
         self.processes.run_on_main(write)
 
+    def stored_before(self, key: str) -> dict[str, dict[str, Any]]:
+        """Return what was stored before a key; everything if it was not stored."""
+        return self.processes.run_on_main(lambda: self._journal.before(key))
+
+    def put_with_next(self, key: str, value: dict[str, Any]) -> None:
+        """Store a value together with the next measurement, unless the key is stored."""
+        if self.get(key) is None:
+            self._pending.append((key, value))
+
     def get_or_measure(
         self, key: str, candidate: Candidate | None, measure: Callable[[], Evaluation], **more: Any
     ) -> Evaluation:
@@ -280,9 +294,7 @@ class SharedJournal:
 
     def put_sanity(self, kind: str, samples: Sequence[Sample], sanity: dict[str, Any]) -> None:
         """Store the result of a sanity check together with the next measurement."""
-        key = f"able/{kind}/{samples_digest(samples)}"
-        if self.get(key) is None:
-            self._pending.append((key, sanity))
+        self.put_with_next(f"able/{kind}/{samples_digest(samples)}", sanity)
 
 
 def candidate_to_dict(candidate: Candidate | None) -> dict[str, Any] | None:

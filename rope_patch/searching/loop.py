@@ -58,7 +58,7 @@ def search_loop(
                 return fitness.measure(current, against=best_so_far)  # noqa: B023 (called at once)
             return replace(earlier, tokens=0, seconds=0.0)
 
-        evaluation = journal.get_or_measure(f"search/{number}", current, measure, budget=budget)
+        evaluation = journal.get_or_measure(search_key(number), current, measure, budget=budget)
         evaluations.setdefault(rotation, evaluation)
         if evaluation.tokens:
             measured_count += 1
@@ -89,6 +89,11 @@ def search_loop(
             f"{history[0].get('error')}"
         )
     return best[0], history, _per_minute(measured_count, measured_seconds)
+
+
+def search_key(number: int) -> str:
+    """Return the journal's key of an evaluation."""
+    return f"search/{number}"
 
 
 def next_candidate(proposals: Proposals, fitness: float | None) -> Candidate | None:

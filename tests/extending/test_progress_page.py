@@ -11,7 +11,7 @@ def test_the_page_shows_how_long_a_step_has_run(tmp_path, monkeypatch):
     monkeypatch.setattr(wall_clock, "_HEARTBEAT", 0.05)
     clock = WallClock(tmp_path / "clock.json", 600.0, {"measure": 1.0, "publish": 1.0})
     page = ProgressPage(tmp_path, "a model", ["measure", "publish"], clock, "a command")
-    page.begin("measure", clock.allot("measure"))
+    page.begin("measure", clock.allot("measure", 0))
     assert "running</span>" in page.path.read_text()
     with clock.running("measure", page.refresh):
         end, text = time.monotonic() + 30, ""

@@ -1,14 +1,21 @@
 """Test the decision by measured results, and the candidates of a recommendation."""
 
 import copy
+import os
+import signal
+from types import SimpleNamespace
 
 import pytest
-from extensions import LENGTH, step_result
+from extensions import LENGTH, TINY, TRAINED, step_result
+from helpers.processes import FORK
 
+from rope_patch.evaluation import answer_run, language_model, pipeline, session
 from rope_patch.evaluation.merging import add_other_weights
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.extending import proof
 from rope_patch.extending.candidates import Candidate, compared_candidates, trained_candidate
+from rope_patch.extending.request import ExtendRequest
+from rope_patch.inference.answers import AnswerStore
 
 TUNED = "mixed-yarn ×4, fine-tuned"
 
@@ -151,3 +158,58 @@ def test_the_recommendation_of_the_shared_run_has_its_candidates(finished, resul
     stored = step_result(out, "recommend")["recommendation"]
     methods = [method["method"] for method in results["methods"][1:]]
     assert methods == [candidate.method for candidate in compared_candidates(stored)]
+
+
+def set_clock(patch, tick):
+    """Give evaluations a clock that goes on by some seconds whenever it is read."""
+    now = [0.0]
+
+    def monotonic():
+        now[0] += tick
+        return now[0]
+
+    for module in (answer_run, language_model, pipeline, session):
+        patch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
+
+
+def plan_samples(folder):
+    request = ExtendRequest(model=TINY, to="4x", out=folder, budget=100.0)
+    pilot = proof.base_request(request, [Candidate("yarn")], TRAINED, LENGTH, (), folder)
+    return proof.plan_samples(pilot, 300.0, 96, with_trained=False)
+
+
+def plan_until_killed(folder, answers):
+    """Plan in a process that is killed once it has stored a number of answers."""
+    process = FORK.Process(target=_plan_until, args=(folder, answers))
+    process.start()
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _plan_until(folder, answers):
+    put, calls = AnswerStore.put, []
+
+    def put_and_count(*arguments):
+        put(*arguments)
+        calls.append(arguments)
+        if len(calls) == answers:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    AnswerStore.put = put_and_count
+    plan_samples(folder)
+
+
+def test_a_killed_pilot_comes_to_the_same_number_of_samples(tmp_path, monkeypatch):
+    """Kill it within the first answers, between methods and after the last answer."""
+    monkeypatch.setattr(proof, "_PILOT_SHORT", 1)
+    set_clock(monkeypatch, 0.25)
+    expected = plan_samples(tmp_path / "whole")
+    assert 2 < expected["samples"] < 96  # by the time
+    stored = (tmp_path / "whole" / "cache" / "answers-0.jsonl").read_text().count("\n")
+    out = tmp_path / "killed"
+    for answers in (3, stored // 2, stored - 3 - stored // 2):
+        plan_until_killed(out, answers)
+    assert (out / "cache" / "answers-0.jsonl").read_text().count("\n") == stored
+    # What is left is to count, on a machine that is far slower by now.
+    set_clock(monkeypatch, 25.0)
+    assert plan_samples(out) == expected

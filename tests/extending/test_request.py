@@ -54,36 +54,37 @@ def now(monkeypatch):
 def test_shares_are_of_the_time_left_and_stay_when_a_run_continues(tmp_path, now):
     path, weights = tmp_path / "clock.json", {"a": 1, "b": 2, "c": 1}
     clock = WallClock(path, 100, weights)
-    assert clock.allot("a") == 25
+    assert clock.allot("a", 0) == 25
     with clock.running("a", lambda: None):
         now[0] += 10
-    assert clock.allot("b") == pytest.approx(90 * 2 / 3)
+    assert clock.allot("b", 10) == pytest.approx(90 * 2 / 3)
     with contextlib.suppress(KeyboardInterrupt), clock.running("b", lambda: None):
         now[0] += 70
         raise KeyboardInterrupt
     continued = WallClock(path, 100, weights)
     assert continued.spent() == 80
-    assert continued.allot("b") == 60  # as it was when it began first
+    assert continued.allot("b", 10) == 60  # as it was when it began first
     with continued.running("b", lambda: None):
         now[0] += 30
     assert continued.spent("b") == 100
-    assert continued.allot("c") == 0
+    # Of the 100 s of b, 40 were lost by the kill: what follows has the share that it would have.
+    assert continued.allot("c", 10 + 60) == 30
     assert json.loads(path.read_text())["spent"] == {"a": 10, "b": 100}
 
 
 def test_a_damaged_clock_starts_anew(tmp_path):
     (tmp_path / "clock.json").write_text("{")
-    assert WallClock(tmp_path / "clock.json", 10, {"a": 1}).allot("a") == 10
+    assert WallClock(tmp_path / "clock.json", 10, {"a": 1}).allot("a", 0) == 10
 
 
 def test_the_budget_may_grow_until_something_is_measured(tmp_path):
     work = WorkFolder(tmp_path)
     work.require_same_request({"budget": 1.0, "seed": 1})
-    work.write("diagnose", {}, 1.0)
+    work.write("diagnose", {}, 1.0, 1.0)
     work.require_same_request({"budget": 2.0, "seed": 1})
     with pytest.raises(ValueError, match=r"budget was 2.0, got 3.0; seed was 1, got 2"):
         work.require_same_request({"budget": 3.0, "seed": 2})
-    work.write("recommend", {}, 1.0)
+    work.write("recommend", {}, 1.0, 1.0)
     work.require_same_request({"budget": 2.0, "seed": 1})
     with pytest.raises(ValueError, match=r"budget was 2.0, got 3.0\. Give those again"):
         work.require_same_request({"budget": 3.0, "seed": 1})

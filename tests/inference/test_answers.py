@@ -185,4 +185,7 @@ def test_the_time_of_an_earlier_runs_answers_is_claimed_once(tmp_path):
     assert second.claim_earlier_seconds(["a", "a", "new", "failed"]) == 1.5
     assert second.claim_earlier_seconds(["a", "b", "old"]) == 2.0
     assert second.untimed == 1
+    # All of them, whichever run gave them: what a run without a stop would have.
+    assert second.claim_seconds(["a", "a", "new", "failed", "old"]) == 5.5
+    assert second.claim_seconds(["a", "b"]) == 2.0
     assert second["a"] == {"text": "x"}

@@ -18,6 +18,7 @@ from rope_patch.inference.scorer import Scorer
 from rope_patch.recommending import bench, budget, variants
 from rope_patch.recommending.pipeline import recommend
 from rope_patch.searching.journal import JOURNAL_FILE
+from rope_patch.searching.measure import fitness
 from rope_patch.searching.result.search_result import SearchResult
 from rope_patch.utils.journal import JournalFile
 
@@ -43,7 +44,7 @@ class Machine:
             return score(scorer, unit)
 
         patch.setattr(Scorer, "score", timed)
-        for module in (bench, budget):
+        for module in (bench, budget, fitness):
             patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
@@ -148,7 +149,7 @@ def test_nothing_is_measured_twice_and_the_best_gets_more_samples(finished_run):
     keys = [
         json.loads(line)["key"] for line in (folder / JOURNAL_FILE).read_text().splitlines()[1:]
     ]
-    keys = [key for key in keys if key != bench.CLOCK_KEY]
+    assert keys.count("budget/6.0") == 1
     assert len(keys) == len(set(keys))
     first = [key for key in keys if key.startswith("long/0/")]
     assert len(first) == 9 + any(key.startswith("search/") for key in keys)
@@ -206,6 +207,30 @@ def test_a_repeated_run_measures_nothing(finished_run, model, machine):
     for ours, theirs in zip(repeated.rows, recommendation.rows, strict=True):
         assert ours == theirs
     assert repeated.found.history == recommendation.found.history
+
+
+@pytest.mark.parametrize("line", ["plan/search", "search/9", "long/1", "last"])
+def test_a_run_killed_within_its_budget_comes_to_the_same_choices(
+    finished_run, model, machine, tmp_path, line
+):
+    """Cut the journal where a kill would have: rounds, samples and the search go by the time."""
+    recommendation, folder, _ = finished_run
+    lines = (folder / JOURNAL_FILE).read_text().splitlines(keepends=True)
+    keys = [json.loads(each)["key"] for each in lines[1:]]
+    stop = (
+        len(keys) if line == "last" else next(i for i, k in enumerate(keys) if k.startswith(line))
+    )
+    (tmp_path / JOURNAL_FILE).write_text("".join(lines[: stop + 1]))
+    machine.now = 200.0  # the time that was lost
+    resumed = recommend_on_samples(
+        model, samples=samples(36, 24), search=True, budget=6, folder=tmp_path
+    )
+    resumed_lines = (tmp_path / JOURNAL_FILE).read_text().splitlines()[1:]
+    assert [json.loads(each)["key"] for each in resumed_lines] == keys
+    assert resumed.rows == recommendation.rows
+    assert (resumed.verdict, resumed.reasons) == (recommendation.verdict, recommendation.reasons)
+    assert resumed.not_measured == recommendation.not_measured
+    assert resumed.seconds == pytest.approx(recommendation.seconds)
 
 
 @pytest.mark.slow
