@@ -21,6 +21,7 @@ from rope_patch.cli.options import (
     parse_options,
     split_commas,
 )
+from rope_patch.cli.runtime import show
 
 logger = logging.getLogger("rope_patch")
 
@@ -80,7 +81,7 @@ def diagnose(
         options=parse_options(option),
     )
     diagnosis = diagnose_subject(subject, extension)
-    print(json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) if as_json else diagnosis)
+    show(json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) if as_json else diagnosis)
     if picture is not None:  # last: a library or a folder that is missing costs no diagnosis
         diagnosis.plot(picture)
         logger.info("picture: %s", picture)

@@ -9,7 +9,7 @@ import typer
 
 from rope_patch.cli.interrupt import VERDICT
 from rope_patch.cli.options import split_commas
-from rope_patch.cli.runtime import handle_interrupt, requires_extra
+from rope_patch.cli.runtime import handle_interrupt, requires_extra, show
 from rope_patch.methods import list_methods
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def run_and_report(request: EvalRequest, as_json: bool) -> None:
         from rope_patch.evaluation.report.gaps import find_gaps
 
     with handle_interrupt():
-        results = evaluate(request, None if as_json else print)
+        results = evaluate(request, None if as_json else show)
     if as_json:
         print((request.folder / "report.json").read_text(encoding="utf-8"), end="")
     else:

@@ -19,6 +19,7 @@ from rope_patch.cli.options import (
     TrainedLength,
     parse_options,
 )
+from rope_patch.cli.runtime import show
 
 logger = logging.getLogger("rope_patch")
 
@@ -104,9 +105,9 @@ def export(
     if write is not None:
         write_folder(exported_form, path, write)
         logger.info("for llama.cpp's converter: %s", write)
-    print(json.dumps(exported_form.to_dict(), indent=1) if as_json else exported_form)
+    show(json.dumps(exported_form.to_dict(), indent=1) if as_json else exported_form)
     if engine == "vllm" and not as_json:
-        print(f"  to type:\n    {shlex.join(['vllm', 'serve', path, *exported_form.arguments])}")
+        show(f"  to type:\n    {shlex.join(['vllm', 'serve', path, *exported_form.arguments])}")
 
 
 def _meta_model(

@@ -18,7 +18,7 @@ from rope_patch.cli.options import (
     TrainedLength,
     parse_options,
 )
-from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
+from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra, show
 from rope_patch.cli.verbosity import silence_patch_log
 
 NOTHING_SHOWN = 3  # the exit code where no method is shown to help
@@ -122,6 +122,6 @@ def extend(
             seed=seed,
             command=command_line(),
         )
-    print(json.dumps(result.to_dict(), indent=1) if as_json else result)
+    show(json.dumps(result.to_dict(), indent=1) if as_json else result)
     if result.outcome != PUBLISHED:
         raise typer.Exit(NOTHING_SHOWN)

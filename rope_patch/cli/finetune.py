@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.runtime import handle_interrupt, requires_extra
+from rope_patch.cli.runtime import handle_interrupt, requires_extra, show
 
 
 def finetune(
@@ -109,7 +109,7 @@ def finetune(
                 clean_folder=write_deduplicated,
                 picture=picture,
             )
-            print(report.format_inspections(inspections, as_json=as_json))
+            show(report.format_inspections(inspections, as_json=as_json))
         return
     for option in (option for option, given in inspection_options.items() if given):
         raise ValueError(f"{option} is for --inspect-data: expected both, or neither")

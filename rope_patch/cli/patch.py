@@ -22,6 +22,7 @@ from rope_patch.cli.options import (
     parse_names,
     parse_options,
 )
+from rope_patch.cli.runtime import show
 
 logger = logging.getLogger("rope_patch")
 
@@ -82,7 +83,7 @@ def patch(
         print(json.dumps(asdict(checkpoint) | {"folder": str(checkpoint.folder)}, indent=1))
         return
     folder = shlex.quote(str(checkpoint.folder))
-    print(checkpoint.summary)
+    show(checkpoint.summary)
     print(
         f"wrote {folder}: config.json and rope_patch.json; of the checkpoint's files "
         f"{len(checkpoint.linked)} are linked, {len(checkpoint.copied)} copied"

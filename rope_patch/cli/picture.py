@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rope_patch.cli.options import Json
+from rope_patch.cli.runtime import show
 
 
 def picture(
@@ -98,7 +99,7 @@ def picture(
     if as_json:
         print(json.dumps({"file": str(path), "caption": drawing.caption}))
         return
-    print(f"wrote {path}\n{drawing.caption}")
+    show(f"wrote {path}\n{drawing.caption}")
 
 
 def _default(value: Any) -> str:

@@ -10,7 +10,7 @@ import typer
 
 from rope_patch.cli.option_groups import LayerOptions, LoadingOptions, expand_groups
 from rope_patch.cli.options import Json, Model, Seed, StateFolder
-from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
+from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra, show
 from rope_patch.cli.verbosity import silence_patch_log
 
 
@@ -92,4 +92,4 @@ def recommend(
     if as_json:
         print(json.dumps(result.to_dict(), indent=1))
     else:
-        print(f"{result}\n\n{out / MARKDOWN_FILE}")
+        show(f"{result}\n\n{out / MARKDOWN_FILE}")

@@ -10,7 +10,7 @@ import typer
 
 from rope_patch.cli.interrupt import VERDICT
 from rope_patch.cli.options import Json
-from rope_patch.cli.runtime import requires_extra
+from rope_patch.cli.runtime import requires_extra, show
 
 if TYPE_CHECKING:
     from rope_patch.evaluation.results_schema import RunRecord
@@ -61,11 +61,11 @@ def report(
     if trained:
         results = [_with_trained(results, trained)]
     folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
-    show = None if as_json else print
+    shown = None if as_json else show
     with atomic_files.add_write_advice(
         "The saved results are as they were: REMEDY, or give another folder"
     ):
-        page = reporting.write_report(results[0] if len(results) == 1 else results, folder, show)
+        page = reporting.write_report(results[0] if len(results) == 1 else results, folder, shown)
     missing = [gap for result in results for gap in gaps.find_gaps(result)]
     if missing:
         logger.error(gaps.gap_sentence(missing))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import typer
 
 from rope_patch.cli.interrupt import EXIT_CODE
+from rope_patch.utils.escaping import printable
 
 
 @contextlib.contextmanager
@@ -39,6 +40,11 @@ def handle_interrupt(hint: str = "the same command continues from here") -> Iter
     except KeyboardInterrupt:
         print(f"stopped; {hint}", file=sys.stderr)
         raise typer.Exit(EXIT_CODE) from None
+
+
+def show(text: object) -> None:
+    """Print a result, whose words may be those of others, without what controls a terminal."""
+    print(printable(text))
 
 
 def command_line() -> str:

@@ -10,7 +10,7 @@ import typer
 
 from rope_patch.cli.option_groups import LayerOptions, LoadingOptions, expand_groups
 from rope_patch.cli.options import Factor, Json, Length, Model, Seed, StateFolder, parse_options
-from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
+from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra, show
 from rope_patch.cli.verbosity import silence_patch_log
 
 
@@ -138,7 +138,7 @@ def search(
     if as_json:
         print(json.dumps(result.to_dict(), indent=1, allow_nan=False))
     else:
-        print(f"{result}\n\n{out / 'found.json'}")
+        show(f"{result}\n\n{out / 'found.json'}")
 
 
 def _parse_held_out(value: str | None) -> int | str | None:

@@ -9,6 +9,7 @@ import typer
 
 from rope_patch.cli.option_groups import LayerOptions, LoadingOptions, expand_groups
 from rope_patch.cli.options import Factor, Json, Length, Option, Seed, parse_options
+from rope_patch.cli.runtime import show
 
 
 @expand_groups
@@ -81,5 +82,5 @@ def verify(
     if as_json:
         print(json.dumps(verification.to_dict(), indent=1, allow_nan=False))
     else:
-        print(verification)
+        show(verification)
     raise typer.Exit(verification.exit_code)

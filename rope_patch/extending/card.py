@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from rope_patch.evaluation.report.table import Table
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.sidecar import read_sidecar
-from rope_patch.utils.escaping import escape_markdown, markdown_code
+from rope_patch.utils.escaping import escape_markdown, markdown_code, markdown_prose
 from rope_patch.utils.provenance import versions
 
 
@@ -30,9 +31,9 @@ def render_card(folder: Path, facts: dict[str, Any]) -> str:
     method = sidecar["method"] if sidecar else facts["method"]
     questions, count = facts["samples"]
     parts = [
-        f"---\nlibrary_name: transformers\n{base}tags: [rope_patch, long-context, {method}]\n---",
+        f"---\nlibrary_name: transformers\n{base}tags: {_tags(method)}\n---",
         f"# {escape_markdown(name)}, {facts['trained_length']:,} → {facts['length']:,} tokens",
-        facts["sentences"][0] if facts["sentences"] else "",
+        markdown_prose(facts["sentences"][0]) if facts["sentences"] else "",
         "\n".join(
             [
                 "| | |",
@@ -47,11 +48,11 @@ def render_card(folder: Path, facts: dict[str, Any]) -> str:
         f"{questions} questions about {count} texts at each length, the same for all methods; "
         "others than those that the method was chosen by.",
         markdown_table(facts["table"]) if facts["table"] is not None else "",
-        "\n".join(f"- {each}" for each in [*facts["sentences"], *facts["lines"]]),
+        "\n".join(f"- {markdown_prose(each)}" for each in [*facts["sentences"], *facts["lines"]]),
         "All numbers: [report/report.md](report/report.md). How the method was chosen: "
         "[report/recommendation.md](report/recommendation.md).",
         "## Not measured",
-        "\n".join(f"- {each}" for each in facts["left_out"]),
+        "\n".join(f"- {markdown_prose(each)}" for each in facts["left_out"]),
         "## Use",
         _loading_snippet(sidecar),
         "Other engines: [exports/README.md](exports/README.md).",
@@ -60,6 +61,12 @@ def render_card(folder: Path, facts: dict[str, Any]) -> str:
         f"{versions()['torch']}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _tags(method: str) -> str:
+    """Return the tags of the header; a name that YAML could take for something else is quoted."""
+    name = method if re.fullmatch(r"[a-z][\w-]*", method) else json.dumps(method)
+    return f"[rope_patch, long-context, {name}]"
 
 
 def markdown_table(table: Table) -> str:

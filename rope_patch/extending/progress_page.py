@@ -11,6 +11,7 @@ from rope_patch.evaluation.report.writer import render
 from rope_patch.extending.request import format_duration
 from rope_patch.extending.wall_clock import WallClock
 from rope_patch.utils import atomic_files
+from rope_patch.utils.escaping import printable
 from rope_patch.utils.provenance import now
 
 logger = logging.getLogger("rope_patch")
@@ -123,4 +124,4 @@ class ProgressPage:
 def _say(line: str) -> None:
     """Print a line on stderr, where `-q` does not hide it; patches log at the level of infos."""
     if logger.isEnabledFor(logging.WARNING):
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ from rope_patch.pretrained.patched_checkpoint import patch_checkpoint
 from rope_patch.pretrained.sidecar import extension_from_sidecar, read_sidecar
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused
+from rope_patch.utils.escaping import markdown_block, markdown_code, markdown_prose
 
 MODEL = "model"
 EXPORTS, REPORT = "exports", "report"
@@ -89,12 +90,13 @@ def write_exports(folder: Path) -> None:
         try:
             result = export(model, engine)
         except Refused as error:
-            lines.append(f"Not from this folder: {error}.")
+            lines.append(f"Not from this folder: {markdown_prose(error)}.")
             continue
         atomic_files.write_json(folder / EXPORTS / f"{engine}.json", result.to_dict())
-        lines += ["```", *str(result).splitlines()[1:], "```"]
+        lines.append(markdown_block("\n".join(str(result).splitlines()[1:])))
         if engine == "vllm":
-            lines += ["", f"`{shlex.join(['vllm', 'serve', '.', *result.arguments])}`"]
+            typed = shlex.join(["vllm", "serve", ".", *result.arguments])
+            lines += ["", markdown_code(typed)]
     atomic_files.atomic_write(folder / EXPORTS / "README.md", "\n".join(lines) + "\n")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.recommending.decision_rule import Choice
 from rope_patch.recommending.variants import PLAIN
 from rope_patch.utils.errors import one_line
-from rope_patch.utils.escaping import escape_markdown, markdown_code
+from rope_patch.utils.escaping import escape_markdown, markdown_block, markdown_code, markdown_prose
 
 if TYPE_CHECKING:
     from rope_patch.recommending.result import Recommendation
@@ -88,16 +88,19 @@ def as_markdown(recommendation: Recommendation) -> str:
     lines = [
         f"# {escape_markdown(_title(recommendation))}",
         "",
-        f"**{recommendation.verdict}**",
+        f"**{markdown_prose(recommendation.verdict)}**",
         "",
     ]
     if recommendation.python:
         shell = [recommendation.shell] if recommendation.shell else []
-        lines += ["```", recommendation.python, *shell, "```", ""]
-    lines += ["| " + " | ".join(head) + " |", "|:--" + "|--:" * (len(head) - 2) + "|:--|"]
+        lines += [markdown_block("\n".join([recommendation.python, *shell])), ""]
+    lines += [
+        "| " + " | ".join(map(escape_markdown, head)) + " |",
+        "|:--" + "|--:" * (len(head) - 2) + "|:--|",
+    ]
     lines += ["| " + " | ".join(map(escape_markdown, row)) + " |" for row in rows]
-    lines += ["", *(f"- {reason}" for reason in recommendation.reasons)]
-    lines += [f"- not measured: {why}" for why in recommendation.not_measured]
+    lines += ["", *(f"- {markdown_prose(reason)}" for reason in recommendation.reasons)]
+    lines += [f"- not measured: {markdown_prose(why)}" for why in recommendation.not_measured]
     for note in (*_NOTES, _cost_line(recommendation)):
         lines += ["", note]
     if recommendation.command:

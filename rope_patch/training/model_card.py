@@ -60,14 +60,15 @@ def facts_table(run: Any) -> str:
     weights = (
         "all weights"
         if not extension.lora_rank
-        else f"LoRA of rank {extension.lora_rank}; in full: {', '.join(extension.lora_trains)}"
+        else f"LoRA of rank {extension.lora_rank}; in full: "
+        f"{', '.join(map(escape_markdown, extension.lora_trains))}"
     )
     summaries = run.data_summaries().items()
     data = ", ".join(map(escape_markdown, settings.data.data))
     data_rows = "".join(_row(name, text) for name, text in summaries)
     return f"""| | |
 |:--|:--|
-| method | {method} |
+| method | {escape_markdown(method)} |
 | trained length before | {prepared.trained_length:,} tokens |
 | target length | {target} |
 | fine-tuned on | {tokens} tokens: {run.steps:,} steps × {run.rows_per_step} × \
@@ -121,7 +122,7 @@ def _distillation_summary(objective: ObjectiveArguments) -> str:
 
 
 def _row(name: str, summary: str) -> str:
-    return f"| {escape_markdown(name)} | {summary} |\n" if summary else ""
+    return f"| {escape_markdown(name)} | {escape_markdown(summary)} |\n" if summary else ""
 
 
 def _loss_summary(log: list[dict[str, Any]], z_loss: float) -> str:

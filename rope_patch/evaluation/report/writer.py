@@ -31,7 +31,7 @@ from rope_patch.evaluation.results_schema import (
 from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import add_checksum, json_safe
-from rope_patch.utils.escaping import escape_markdown
+from rope_patch.utils.escaping import escape_markdown, markdown_block
 from rope_patch.utils.plot_style import PALETTE
 from rope_patch.utils.provenance import Hardware
 
@@ -304,6 +304,7 @@ def render(template: Path, page: dict[str, Any]) -> str:
     )
     environment.filters |= {
         "md": escape_markdown,
+        "block": markdown_block,
         "arxiv": _arxiv_url,
         "json": to_json,
         "groups": _rows_by_group,

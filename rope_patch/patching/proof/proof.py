@@ -31,6 +31,7 @@ from rope_patch.patching.proof.checks import (
 )
 from rope_patch.patching.proof.tiny_model import CannotShrink, tiny_model
 from rope_patch.utils.errors import Refused, describe_error
+from rope_patch.utils.escaping import escape_markdown, markdown_prose
 
 PASSED, FAILED, REFUSED, NOT_PROVEN = "passed", "failed", "refused", "not proven"
 
@@ -94,7 +95,7 @@ class Proof:
         """Return a table in Markdown with a column for each kind, and what is wrong below it."""
         names = list(dict.fromkeys(check.name for kind in self.kinds for check in kind.checks))
         lines = [
-            f"{self.model_class}, a tiny model of random weights",
+            f"{escape_markdown(self.model_class)}, a tiny model of random weights",
             "",
             "| | " + " | ".join(kind.kind for kind in self.kinds) + " |",
             "|:--|" + "--:|" * len(self.kinds),
@@ -108,7 +109,9 @@ class Proof:
             notes = [f"{check.name}: {check.problem}" for check in kind.checks if check.problem]
             for note in [kind.problem, *notes] if kind.problem else notes:
                 kinds_of_note.setdefault(note, []).append(kind.kind)
-        lines += [f"- {', '.join(kinds)}: {note}" for note, kinds in kinds_of_note.items()]
+        lines += [
+            f"- {', '.join(kinds)}: {markdown_prose(note)}" for note, kinds in kinds_of_note.items()
+        ]
         return "\n".join(lines).rstrip()
 
 
