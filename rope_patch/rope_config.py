@@ -6,6 +6,7 @@ Only the config is read. Live buffers are not, because `model.bfloat16()` silent
 from __future__ import annotations
 
 import math
+from difflib import get_close_matches
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,18 @@ _LOWER_BOUNDS = {
     "low_freq_factor": 0,
     "high_freq_factor": 0,
 }
+# Keys of `rope_parameters` that something reads: transformers, its architectures, or an engine.
+KNOWN_KEYS = frozenset(
+    (
+        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "alpha"),
+        *("original_max_position_embeddings", "attention_factor", "attn_factor"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        *("low_freq_factor", "high_freq_factor", "extrapolation_factor", "finetuned"),
+        *("long_factor", "short_factor", "long_mscale", "short_mscale"),
+        *("mrope_section", "mrope_interleaved", "llama_4_scaling_beta"),
+    )
+)
+_NEAR = 0.75  # how alike a misspelt key and a known one are, from 0 to 1
 # Of two numbers of a scaling, the one that must be below the other, with transformers' defaults.
 _ASCENDING: dict[str, tuple[tuple[str, Any], ...]] = {
     "llama3": (("low_freq_factor", None), ("high_freq_factor", None)),
@@ -94,6 +107,39 @@ def by_layer_type(parameters: dict[str, Any]) -> dict[str | None, dict[str, Any]
     }
     # Flat entries beside the layer types are leftovers (DeepSeek-V4).
     return nested or {None: parameters}
+
+
+def misspelt_keys(parameters: Any) -> dict[str, str]:
+    """Return the keys that nothing reads and that are nearly a known one, each with that one.
+
+    Other unknown keys may be those of a model's own code, or of a method from outside.
+
+    Args:
+        parameters: `rope_parameters`, of one layer type or of all.
+    """
+    if not isinstance(parameters, dict):
+        return {}
+    near = {
+        key: get_close_matches(key, KNOWN_KEYS, n=1, cutoff=_NEAR)
+        for key, value in parameters.items()
+        if isinstance(key, str) and key not in KNOWN_KEYS and not isinstance(value, dict)
+    }
+    return {key: matches[0] for key, matches in near.items() if matches}
+
+
+def spelling_hint(parameters: Any, name: str | None = None) -> str:
+    """Return " (did you mean 'factor' by 'facto'?)" for misspelt keys; "" without any.
+
+    Args:
+        parameters: `rope_parameters`, of one layer type or of all.
+        name: The key that is missing; any if it is None.
+    """
+    found = [
+        f"{right!r} by {wrong!r}"
+        for wrong, right in misspelt_keys(parameters).items()
+        if name in (None, right)
+    ]
+    return f" (did you mean {' and '.join(found)}?)" if found else ""
 
 
 def require_valid_rope_config(config_dict: dict[str, Any]) -> None:
@@ -306,7 +352,7 @@ def _require_rope_keys(parameters: dict[str, Any]) -> None:
         ):
             raise Refused(
                 f"{name} must be a list of numbers above 0 in the config's rope_parameters, got "
-                f"{'nothing' if value is None else repr(value)}"
+                f"{f'nothing{spelling_hint(parameters, name)}' if value is None else repr(value)}"
             )
     if rope_type == "longrope" and len(parameters["long_factor"]) != len(
         parameters["short_factor"]
@@ -333,7 +379,7 @@ def _is_number(value: Any) -> bool:
 def _read_number(parameters: dict[str, Any], name: str, *, least: float) -> float:
     value = parameters.get(name)
     if not _is_number(value) or float(value) < least:  # type: ignore[arg-type]
-        got = "nothing" if value is None else repr(value)
+        got = f"nothing{spelling_hint(parameters, name)}" if value is None else repr(value)
         raise Refused(
             f"{name} must be a number of at least {least:g} in the config's rope_parameters, got "
             f"{got}"

@@ -47,6 +47,17 @@ def base_softmax_scale(attention: Any) -> float:
     return float(attention.qk_head_dim**-0.5)
 
 
+def built_softmax_scale(attention: Any, config: Any) -> float:
+    """Return the softmax scale that transformers gives an attention when it builds one anew.
+
+    Args:
+        attention: One of `find_mla_attentions`.
+        config: The text config to read.
+    """
+    with torch.device("meta"):
+        return float(type(attention)(config, attention.layer_idx).scaling)
+
+
 def config_mscale(attention: Any, config: Any) -> float:
     """Return sqrt(scale(config) / base scale): the mscale that transformers puts into this softmax.
 
@@ -56,9 +67,7 @@ def config_mscale(attention: Any, config: Any) -> float:
         attention: One of `find_mla_attentions`.
         config: The text config to read.
     """
-    with torch.device("meta"):
-        probe = type(attention)(config, attention.layer_idx)
-    return math.sqrt(probe.scaling / base_softmax_scale(probe))
+    return math.sqrt(built_softmax_scale(attention, config) / base_softmax_scale(attention))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,9 @@ pytorch/torchtitan#4783.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,11 @@ from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_o
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.frequency_buffers import Float32BufferGuard, exact_buffers
 from rope_patch.patching.handle import Patch, current
+from rope_patch.patching.mla_scale import (
+    base_softmax_scale,
+    built_softmax_scale,
+    find_mla_attentions,
+)
 from rope_patch.patching.undo_log import ABSENT, UndoLog
 from rope_patch.utils.errors import Refused
 
@@ -39,6 +46,9 @@ _ADDED = ("max_seq_len_cached", "long_inv_freq")
 @torch_defaults()
 def restore(model: nn.Module) -> list[str]:
     """Give the text decoder of a live model the frequencies of a newly built model, in place.
+
+    The softmax scale of multi-head latent attention (DeepSeek), which holds the attention factor
+    squared, is restored with them.
 
     The values come from the config, not from the buffers, and are those of a module that
     transformers builds anew. An active patch stays in effect: its own frequencies are set again,
@@ -68,6 +78,7 @@ def restore(model: nn.Module) -> list[str]:
     states = [_built_state(rotary, _unpatched_config(rotary, handle)) for rotary in rotaries]
     names = {module: name for name, module in model.named_modules()}
     log = UndoLog() if handle is None else handle._undo_log
+    scales = list(lost_softmax_scales(model, handle))
     restored = []
     for rotary, device, state in zip(rotaries, devices, states, strict=True):
         module, prefix = rotary.module, names[rotary.module]
@@ -91,7 +102,52 @@ def restore(model: nn.Module) -> list[str]:
         guard = vars(module).get("_apply")
         if isinstance(guard, Float32BufferGuard):
             guard.buffers = _patched_buffers(rotary, handle)
+    for lost_scale in scales:
+        if log.original(lost_scale.attention, "scaling") is not ABSENT:
+            log.set_original(lost_scale.attention, "scaling", lost_scale.built)
+        lost_scale.attention.scaling = lost_scale.expected
+        restored.append(f"{lost_scale.name}.scaling")
     return restored
+
+
+@dataclass(frozen=True, eq=False)
+class LostScale:
+    """A softmax scale that is not what it should be.
+
+    Attributes:
+        name: The attention's name in the model.
+        attention: The attention.
+        present: Its softmax scale.
+        expected: What it should be: the patch's, or the config's without one.
+        built: What transformers makes it by the unpatched config.
+    """
+
+    name: str
+    attention: Any
+    present: float
+    expected: float
+    built: float
+
+
+def lost_softmax_scales(model: nn.Module, handle: Patch | None) -> Iterator[LostScale]:
+    """Yield the softmax scales of latent attentions that lost the attention factor, or got another.
+
+    Args:
+        model: The model.
+        handle: Its active patch.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    plan = None if handle is None else handle._plan
+    patched = [] if plan is None else plan.mla_attentions
+    for rotary in find_rotaries(model):
+        config = _unpatched_config(rotary, handle)
+        for attention in find_mla_attentions(find_owner(model, rotary)):
+            expected = built = built_softmax_scale(attention, config)
+            if plan is not None and any(each is attention for each in patched):
+                expected = base_softmax_scale(attention) * plan.shortest_softmax_mscale**2
+            present = float(attention.scaling)
+            if not math.isclose(present, expected, rel_tol=1e-6):
+                yield LostScale(names[attention], attention, present, expected, built)
 
 
 def lost_patched_buffers(model: nn.Module, handle: Patch) -> Iterator[tuple[RotaryModule, str]]:

@@ -15,7 +15,7 @@ from rope_patch.diagnosing.layer_facts import (
 )
 from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.pretrained.transformers_registry import needs_registration
-from rope_patch.rope_config import config_rope_type
+from rope_patch.rope_config import config_rope_type, misspelt_keys
 
 # Keys that spell scalings in transformers and elsewhere, and those that each scaling reads.
 _YARN_KEYS = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
@@ -65,6 +65,7 @@ def scaling_findings(facts: Facts) -> Iterator[Finding]:
         if layer.scaling not in transformers_rope_types():
             yield _unknown_rope_type(layer)
             continue
+        yield from _misspelt_keys(layer)
         yield from _formula_mismatch(facts, layer)
         yield from _ignored_keys(facts, layer)
         if layer.scaling == "dynamic":
@@ -186,6 +187,22 @@ def _ignored_keys(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
         f"the config has {settings}, which change{'s' if len(unread) == 1 else ''} no frequency in "
         "transformers",
         fix,
+        layer.layer_type,
+    )
+
+
+def _misspelt_keys(layer: LayerFacts) -> Iterator[Finding]:
+    """Yield a finding for keys that nothing reads, with the known ones that they nearly are."""
+    misspelt = misspelt_keys(layer.parameters)
+    if not misspelt:
+        return
+    settings = ", ".join(f"{key} = {_format(layer.parameters[key])}" for key in misspelt)
+    yield Finding(
+        "warning",
+        "misspelt-keys",
+        f"rope_parameters has {', '.join(map(repr, misspelt))}, which nothing reads",
+        f"the config has {settings}, which changes no frequency",
+        "write " + ", ".join(f"{right!r} for {wrong!r}" for wrong, right in misspelt.items()),
         layer.layer_type,
     )
 

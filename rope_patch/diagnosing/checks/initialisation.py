@@ -11,7 +11,8 @@ import torch
 from rope_patch.diagnosing.finding import Finding
 from rope_patch.diagnosing.layer_facts import Facts, LayerFacts
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
-from rope_patch.patching.restoration import lost_patched_buffers
+from rope_patch.patching.mla_scale import base_softmax_scale
+from rope_patch.patching.restoration import lost_patched_buffers, lost_softmax_scales
 
 # Frequencies of pairs that rotate lie far above: 1e-20 is theta 1e20 without any scaling.
 _SMALLEST = 1e-20
@@ -120,6 +121,34 @@ def patched_findings(facts: Facts) -> Iterator[Finding]:
         layer_type = next(key for key, p in rotary.prefixes.items() if f"{p}inv_freq" == name)
         problem = f"{name} does not hold the frequencies of {subject.handle}"
         yield uninitialised_finding(layer_type, problem, live=getattr(rotary.module, name))
+
+
+def softmax_scale_finding(facts: Facts) -> Iterator[Finding]:
+    """Yield a finding if latent attentions lack the attention factor in their softmax scale."""
+    subject = facts.subject
+    if not subject.live or subject.model is None:
+        return
+    lost = list(lost_softmax_scales(subject.model, subject.handle))
+    if not lost:
+        return
+    first = lost[0]
+    base = base_softmax_scale(first.attention)
+    of = f"{subject.handle}" if subject.handle else "the config"
+    yield Finding(
+        "error",
+        "softmax-scale-lost",
+        f"the softmax scale of {len(lost)} latent attention{'s' if len(lost) > 1 else ''} is not "
+        f"that of {of}"
+        + (
+            ": the attention factor, which it holds squared (mscale), was lost"
+            if math.isclose(first.present, base, rel_tol=1e-6)
+            else ""
+        ),
+        f"{first.name}.scaling is {first.present:.6g} instead of {first.expected:.6g}: logits of "
+        f"its attention are {first.present / first.expected:.4g} times what they should be",
+        "rope_patch.restore(model)",
+        numbers={"attentions": len(lost), "ratio": first.present / first.expected},
+    )
 
 
 def has_weights(model: Any) -> bool:

@@ -16,10 +16,11 @@ from rope_patch.diagnosing.checks.initialisation import (
     has_weights,
     loss_of_frequencies,
     patched_findings,
+    softmax_scale_finding,
     uninitialised_finding,
 )
 from rope_patch.diagnosing.finding import Finding
-from rope_patch.diagnosing.layer_facts import Facts, frequency_difference
+from rope_patch.diagnosing.layer_facts import Facts, LayerFacts, frequency_difference
 from rope_patch.methods import Frequencies
 from rope_patch.patching.architecture.attention_source import (
     APPLY,
@@ -44,6 +45,7 @@ def live_findings(facts: Facts) -> Iterator[Finding]:
             yield from _check_buffers(facts, rotary)
             yield from _raised_max_positions_finding(facts, rotary)
     yield from patched_findings(facts)
+    yield from softmax_scale_finding(facts)
     yield from _replaced_function_finding(facts)
 
 
@@ -78,10 +80,95 @@ def _check_buffers(facts: Facts, rotary: RotaryModule) -> Iterator[Finding]:
             continue
         if cast is not None and built_rope_type == layer.scaling:
             yield _cast_finding(facts, layer_type, cast, live, layer.actual)
+        elif problem := _overwritten(module, prefix, name, str(built_rope_type), live, layer):
+            yield _overwritten_finding(layer_type, problem, live, layer.actual)
         else:
             yield _edited_config_finding(
                 facts, layer_type, str(built_rope_type), live, layer.actual
             )
+
+
+def _overwritten(
+    module: Any, prefix: str, name: str, built: str, live: Frequencies, layer: LayerFacts
+) -> str | None:
+    """Return what was written over a module's rotation; None if its config may have changed.
+
+    transformers keeps a second copy of what it computed when it built the module. Where one of the
+    two fits the config, the config is as it was.
+
+    Args:
+        module: The rotary module.
+        prefix: The layer type's prefix within it.
+        name: The buffer that was compared.
+        built: The rope_type that the module was built with.
+        live: The buffer's frequencies, with the module's attention factor.
+        layer: Facts about the layer type.
+    """
+    exact = layer.actual
+    assert exact is not None
+    if built != layer.scaling:
+        return None
+    other = "inv_freq" if name.endswith("original_inv_freq") else "original_inv_freq"
+    copy = getattr(module, f"{prefix}{other}", None)
+    as_built = isinstance(copy, torch.Tensor) and Frequencies(
+        copy.double().cpu(), exact.attention_factor
+    ).close_to(exact)
+    same = Frequencies(live.inv_freq, exact.attention_factor).close_to(exact)
+    if same and built == "default":
+        return f"{prefix}attention_scaling is {live.attention_factor:.6g}"
+    if same or not as_built:
+        return None
+    return f"{name} holds {_likeness(live.inv_freq, layer)}"
+
+
+def _likeness(values: torch.Tensor, layer: LayerFacts) -> str:
+    """Return in words which frequencies a buffer holds."""
+    exact = layer.actual
+    assert exact is not None
+    if values.shape != exact.inv_freq.shape:
+        return f"{len(values)} frequencies instead of {len(exact.inv_freq)}"
+    rotating = exact.inv_freq > 0
+    ratios = values[rotating] / exact.inv_freq[rotating]
+    if len(ratios) and torch.allclose(ratios, ratios[0], rtol=1e-5):
+        return f"the config's frequencies, all times {float(ratios[0]):.6g}"
+    theta = _theta_of(values)
+    return "other frequencies" if theta is None else f"the frequencies of theta {theta:,.6g}"
+
+
+def _theta_of(values: torch.Tensor) -> float | None:
+    """Return the theta whose unscaled frequencies these are, also rounded ones; else None."""
+    count = len(values)
+    if count < 3 or not bool((values > 0).all()):
+        return None
+    theta = float(values[0] / values[-1]) ** (count / (count - 1))
+    exact = theta ** (-torch.arange(count, dtype=torch.float64) / count)
+    for dtype, tolerance, digits in (
+        (torch.float32, 1e-5, 6),
+        (torch.float16, 2**-10, 3),
+        (torch.bfloat16, 2**-7, 2),
+    ):
+        is_rounded = torch.equal(values, values.to(dtype).double())
+        if is_rounded and torch.allclose(values, exact, rtol=tolerance, atol=0):
+            return float(f"{theta:.{digits}g}")
+    return None
+
+
+def _overwritten_finding(
+    layer_type: str | None, problem: str, live: Frequencies, exact: Frequencies
+) -> Finding:
+    changed, ratio = len(exact.inv_freq), math.inf
+    if live.inv_freq.shape == exact.inv_freq.shape:
+        changed, ratio = frequency_difference(live, exact)
+    return Finding(
+        "error",
+        "frequencies-overwritten",
+        "the model's rotation was overwritten after it was built; its config is as it was",
+        f"{problem}: {changed} of {len(exact.inv_freq)} pairs differ"
+        + (f", by up to a factor of {ratio:.6g}" if changed and math.isfinite(ratio) else ""),
+        "rope_patch.restore(model)",
+        layer_type,
+        {"pairs": len(live.inv_freq), "changed": changed, "ratio": ratio},
+    )
 
 
 def _attention_factor(module: Any, prefix: str) -> float:
@@ -153,10 +240,10 @@ def _edited_config_finding(
         "now: edits after loading do nothing"
         if built_rope_type != layer.scaling
         else f"the model's frequencies are not those of its config's {layer.scaling!r}: the "
-        "config or the module was edited after loading",
+        "config was edited after loading, or all of the module's copies were overwritten",
         evidence,
         f"model = AutoModelForCausalLM.from_pretrained({source}, config=model.config), which "
-        "builds what the config says",
+        "builds what the config says; rope_patch.restore(model) does so in place",
         layer_type,
         {"pairs": len(live.inv_freq), "changed": count, "ratio": farthest},
     )

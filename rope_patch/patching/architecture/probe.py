@@ -10,6 +10,7 @@ from rope_patch.methods import Frequencies, registered_methods
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.defaults import torch_defaults
+from rope_patch.rope_config import spelling_hint
 from rope_patch.utils.errors import Refused
 
 
@@ -66,6 +67,7 @@ def build_rotary(rotary: RotaryModule, config: Any) -> Any:
         raise Refused(
             f"{type(rotary.module).__name__} cannot be made from what the config says "
             f"({type(error).__name__}: {error}): {hint}"
+            f"{spelling_hint(getattr(config, 'rope_parameters', None))}"
         ) from error
 
 

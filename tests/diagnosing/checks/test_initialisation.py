@@ -1,7 +1,11 @@
 """Test that diagnose tells frequencies that were never computed from edited ones."""
 
+import copy
+import math
+
 import pytest
 import torch
+from architectures.tiny_architectures import tiny_config, tiny_model
 from helpers.tiny_models import (
     LONG_FACTOR,
     OLD_TRANSFORMERS,
@@ -11,6 +15,7 @@ from helpers.tiny_models import (
     logits,
     make_model,
 )
+from transformers import AutoModelForCausalLM
 
 import rope_patch
 
@@ -127,3 +132,84 @@ def test_patched_model_that_transformers_initialised_again():
     rope_patch.restore(model)
     assert codes(model) == []
     assert torch.equal(logits(model), patched)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (5e5 ** (-torch.arange(0, 16, 2) / 16), "inv_freq holds the frequencies of theta 500,000"),
+        ((5e5 ** (-torch.arange(0, 16, 2) / 16)).bfloat16(), "the frequencies of theta 500,000"),
+        (PLAIN / 4, "inv_freq holds the config's frequencies, all times 0.25"),
+        (PLAIN * (1 + 0.01 * torch.arange(8)), "inv_freq holds other frequencies"),
+        (PLAIN[:4], "inv_freq holds 4 frequencies instead of 8"),
+    ],
+)
+def test_overwritten_frequencies_are_no_edited_config(values, words):
+    model = make_model()
+    before = logits(model)
+    model.model.rotary_emb.inv_freq = values.clone()
+    (finding,) = rope_patch.diagnose(model).findings
+    assert finding.code == "frequencies-overwritten"
+    assert words in finding.evidence
+    exec(finding.fix, {"rope_patch": rope_patch, "model": model})
+    assert torch.equal(logits(model), before)
+    assert codes(model) == []
+
+
+def test_overwritten_attention_factor_is_no_edited_config():
+    model = make_model()
+    model.model.rotary_emb.attention_scaling = 1.3
+    (finding,) = rope_patch.diagnose(model).findings
+    assert finding.code == "frequencies-overwritten"
+    assert "attention_scaling is 1.3: 0 of 8 pairs differ" in finding.evidence
+    assert rope_patch.restore(model) == ["model.rotary_emb.attention_scaling"]
+
+
+def latent_model():
+    """Return a tiny DeepSeek-V3 whose YaRN has its attention factor in the softmax scale."""
+    config = copy.deepcopy(tiny_config("deepseek_v3"))
+    trained = config.max_position_embeddings
+    config.max_position_embeddings = 4 * trained
+    config.rope_parameters = {
+        **config.rope_parameters,
+        **YARN,
+        "original_max_position_embeddings": trained,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_softmax_scale_that_lost_mscale_is_named_and_restored():
+    """DeepSeek multiplies it by mscale squared, which a plain reimplementation forgets."""
+    model = latent_model()
+    before = logits(model)
+    assert codes(model) == []
+    assert rope_patch.restore(model) == []
+    for layer in model.model.layers:
+        layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5
+    assert not torch.equal(logits(model), before)
+    (finding,) = rope_patch.diagnose(model).findings
+    assert finding.code == "softmax-scale-lost"
+    assert finding.numbers["attentions"] == len(model.model.layers)
+    assert finding.numbers["ratio"] == pytest.approx((0.1 * math.log(4) + 1) ** -2)
+    assert "squared (mscale), was lost" in finding.what
+    names = [f"model.layers.{i}.self_attn.scaling" for i in range(len(model.model.layers))]
+    assert rope_patch.restore(model) == names
+    assert torch.equal(logits(model), before)
+    assert codes(model) == []
+
+
+@pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
+def test_softmax_scale_of_a_patch_is_restored_and_undone(method):
+    model = tiny_model("deepseek_v3")
+    plain = logits(model)
+    handle = rope_patch.patch(model, method, factor=4)
+    patched = logits(model)
+    assert codes(model) == []
+    model.model.layers[0].self_attn.scaling *= 1.5
+    assert codes(model) == ["softmax-scale-lost"]
+    assert rope_patch.restore(model) == ["model.layers.0.self_attn.scaling"]
+    assert torch.equal(logits(model), patched)
+    handle.undo()
+    assert torch.equal(logits(model), plain)

@@ -111,6 +111,50 @@ def test_dynamic_added_after_loading():
     assert "runs with 'default'" in find(model, "config-edited-after-load").what
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right", "parameters"),
+    [
+        ("facto", "factor", {"rope_type": "default", "facto": 4.0}),
+        ("beta_fst", "beta_fast", YARN | {"beta_fst": 16}),
+        ("original_max_position_embedding", "original_max_position_embeddings", {}),
+    ],
+)
+@pytest.mark.parametrize("live", [True, False])
+def test_misspelt_keys(wrong, right, parameters, live):
+    """Nothing reads them: the frequencies are those without them."""
+    parameters = {"rope_type": "default", "rope_theta": 1e4, wrong: 64} | parameters
+    model = make_model("llama", rope_parameters=dict(parameters))
+    without = {key: value for key, value in parameters.items() if key != wrong}
+    expected = make_model("llama", rope_parameters=without).model.rotary_emb.inv_freq
+    assert torch.equal(model.model.rotary_emb.inv_freq, expected)
+    finding = find(model if live else model.config, "misspelt-keys")
+    assert repr(wrong) in finding.what
+    assert finding.fix == f"write {right!r} for {wrong!r}"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"rope_type": "linear", "facto": 4.0}, "got nothing (did you mean 'factor' by 'facto'?)"),
+        ({"ropetype": "linear", "factor": 4.0}, "(did you mean 'rope_type' by 'ropetype'?)"),
+    ],
+)
+def test_misspelt_keys_without_which_nothing_can_be_built(parameters, words):
+    model = make_model("llama")
+    model.config.rope_parameters = {"rope_theta": 1e4, **parameters}
+    for call in (rope_patch.diagnose, lambda model: rope_patch.patch(model, "yarn", factor=2)):
+        with pytest.raises(rope_patch.Refused) as error:
+            call(model)
+        assert words in str(error.value)
+
+
+def test_keys_of_other_models_are_not_misspelt():
+    known = make_config(
+        "llama", rope_parameters={"rope_theta": 1e4, "rope_type": "default", "my_own": 3}
+    )
+    assert is_healthy(known)
+
+
 def test_length_edited_after_loading():
     model = make_model("llama")
     before = logits(model)
