@@ -241,7 +241,8 @@ def permuted_answers(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
     """Return a control of samples: each answer is replaced by one of another sample.
 
     A model that finds the answers gives these a low likelihood; one that does not, the same as the
-    right ones. Answers without another one of as many tokens are no longer scored.
+    right ones. An answer that does not stand in the sample's own text is preferred, since a model
+    might copy it. Answers without another one of as many tokens are no longer scored.
 
     Args:
         samples: The samples.
@@ -258,11 +259,18 @@ def permuted_answers(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
         own = {sample.ids[start:stop] for start, stop in sample.answers}
         for start, stop in sample.answers:
             if others := sorted(pool[stop - start] - own):
-                ids[start:stop] = rng.choice(others)
+                text = sample.ids[:start]
+                absent = [other for other in others if not _stands_in(other, text)]
+                ids[start:stop] = rng.choice(absent or others)
                 answers.append((start, stop))
         if answers:
             controls.append(replace(sample, ids=tuple(ids), answers=tuple(answers)))
     return controls
+
+
+def _stands_in(part: tuple[int, ...], ids: tuple[int, ...]) -> bool:
+    """Return whether some ids stand in others, next to each other."""
+    return any(ids[at : at + len(part)] == part for at, token in enumerate(ids) if token == part[0])
 
 
 def _from_labels(ids: list[int], labels: list[int], group: str) -> Sample:

@@ -87,7 +87,9 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
                 # One in every part of the text, of as many parts as there are sentences.
                 depth = 100 * (i + text.rng.random()) / count
                 needles.append((depth, NEEDLE.format(kind=kind, place=place)))
-    words = text.word_source()
+    # Stories say numbers, too: the control's does not say those that are asked for.
+    asked = () if text.planted else {w for n in counts[:-1] for w in (str(n), NUMBERS[n])}
+    words = text.word_source(asked)
 
     def draft(kind: str, count: int) -> samples.SampleDraft:
         return samples.SampleDraft(

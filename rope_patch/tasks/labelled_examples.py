@@ -36,8 +36,8 @@ def build(**metadata: Any) -> dict[str, Any]:
     """Build rp_icl; the arguments are those of `samples.build` and `classes`.
 
     `classes` (16 unless given, 8 at least) is the number of different labels. Every text has an
-    example of each, and prompts grow by whole examples. The control's labels are random: chance is
-    what is left to a model there.
+    example of each, and prompts grow by whole examples. The control's labels are random, and other
+    numbers than those that are asked for: chance is what is left to a model there.
     """
     return samples.build(generate, "rp_icl", ROOM, **metadata)
 
@@ -60,6 +60,8 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     topics = rng.sample(sorted(_topics()), classes)
     labels = dict(zip(topics, (str(n) for n in rng.sample(range(10, 100), classes)), strict=True))
     questions = [(topic, _sentence(rng, topic)) for topic in rng.sample(topics, count)]
+    others = [] if text.planted else [str(n) for n in range(10, 100)]
+    others = [label for label in others if label not in labels.values()]
     held_out = {sentence for _, sentence in questions}
     examples: list[str] = []
 
@@ -69,7 +71,7 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
             for topic in rng.sample(topics, classes):
                 while (sentence := _sentence(rng, topic)) in held_out:
                     pass
-                label = labels[topic] if text.planted else rng.choice(list(labels.values()))
+                label = labels[topic] if text.planted else rng.choice(others)
                 examples.append(EXAMPLE.format(sentence=sentence, label=label))
         return PROMPT.format(examples="\n".join(examples[: classes + n]), question=question)
 

@@ -61,14 +61,19 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     name, *others = rng.sample(_NAMES, 1 + _OTHERS)
     start, own, final = _program(rng, name, count)
     questions = _questions(rng, name, final, len(text.depths))
-    state = {other: [rng.choice(_VALUES) for _ in range(_START)] for other in others}
+    # In the control nothing says what the list held, nor prints it, and no line has a number that
+    # is an answer.
+    answers = set() if text.planted else {str(value) for _, _, value in questions}
+    values = [value for value in _VALUES if str(value) not in answers]
+    state = {other: [rng.choice(values) for _ in range(_START)] for other in others}
     heads = [(other, list(values)) for other, values in state.items()]
     if text.planted:
         heads.append((name, start))
     rng.shuffle(heads)
     head = [f"{variable} = {values}" for variable, values in heads]
-    # In the control nothing says what the list held, nor prints it.
     filler = partial(_other_line, rng, name if text.planted else None, state)
+    if not text.planted:
+        filler = partial(_line_without, filler, answers, state)
     insertions = list(zip(sorted(rng.random() for _ in own), own, strict=True))
     filler_lines: list[str] = []
 
@@ -169,6 +174,15 @@ def _other_line(rng: random.Random, name: str | None, state: dict[str, list[int]
     kinds = ["sort", "reverse", *["longer"] * (3 if size < 12 else 0)]
     kinds += ["shorter"] * (3 if size > 2 else 0)
     return _change(rng, other, state[other], rng.choice(kinds))
+
+
+def _line_without(draw: Callable[[], str], answers: set[str], state: dict[str, list[int]]) -> str:
+    """Return a line that has none of the numbers in `answers`; `state` follows that line alone."""
+    before = {name: list(values) for name, values in state.items()}
+    while answers & set(re.findall(r"\d+", line := draw())):
+        for name, values in before.items():
+            state[name][:] = values
+    return line
 
 
 def _questions(rng: random.Random, name: str, final: list[int], count: int) -> list[_Question]:

@@ -7,6 +7,7 @@ are key lookups; RULER's are SQuAD's and HotpotQA's.
 from __future__ import annotations
 
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -32,6 +33,7 @@ PROMPT = (
 DOCUMENT = "Document {i}:\n{document}"
 PREFIX = "Answer:"
 
+_MOST_LEFT_OUT = 20_000  # documents in turn that a control cannot have
 _FIELDS = '{"question": "...", "answers": ["..."], "context": "..."}'
 
 
@@ -167,6 +169,8 @@ def _generate(
         encyclopaedia = Encyclopaedia(rng)
         ask = encyclopaedia.one_hop if hops == 1 else encyclopaedia.two_hops
         chosen, others = [ask() for _ in text.depths], encyclopaedia.distractors()
+    if not text.planted:
+        others = _without_answers(others, chosen)
     places: dict[str, float] = {}
     if text.planted:
         for question, depth in zip(chosen, text.depths, strict=True):
@@ -220,6 +224,27 @@ def _choose_questions(
         )
     rng.shuffle(others)
     return chosen, cycle(others)
+
+
+def _without_answers(documents: Iterator[str], questions: list[DocumentQuestion]) -> Iterator[str]:
+    """Yield the documents that hold no answer to a question, without end.
+
+    Raises:
+        ValueError: Hardly any document is without one.
+    """
+    answers = {answer.strip() for question in questions for answer in question.answers}
+    words = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, sorted(answers)))})(?!\w)", re.I)
+    left_out = 0
+    for document in documents:
+        if words.search(document) is None:
+            left_out = 0
+            yield document
+        elif (left_out := left_out + 1) > _MOST_LEFT_OUT:
+            raise ValueError(
+                "the other documents hold the answers to the questions by chance, so there is no "
+                "control: expected other contexts without the words of the answers, got "
+                f"{left_out:,} in turn that hold one of {', '.join(sorted(answers))!s:.200}"
+            )
 
 
 class _Filler:

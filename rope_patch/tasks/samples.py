@@ -8,7 +8,8 @@ what they share once, and statistics count them as the cluster that they are.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -72,7 +73,8 @@ class TextContext:
         rng: Everything random comes from here; no other generator is touched.
         length: Tokens that a sample will have.
         depths: One for each sample wanted, in percent.
-        planted: False for the control: the same question, of a text without its answer.
+        planted: False for the control: the same question, of a text without its answer, not even
+            by chance.
         texts: Names or files that filler comes from.
         options: Further metadata of the task.
         tokenizer: The model's.
@@ -86,11 +88,17 @@ class TextContext:
     options: dict[str, Any]
     tokenizer: Any = None
 
-    def word_source(self) -> Callable[[int], list[str]]:
-        """Return a function of n: n words from a random place in a random text, cyclic."""
+    def word_source(self, without: Collection[str] = ()) -> Callable[[int], list[str]]:
+        """Return a function of n: n words from a random place in a random text, cyclic.
+
+        Args:
+            without: Words in small letters to leave out, whatever marks stand around them.
+        """
         words = texts.split_words(self.rng.choice(self.texts))
         start = self.rng.randrange(len(words))
         rotated = words[start:] + words[:start]
+        if unwanted := set(without):
+            rotated = [w for w in rotated if unwanted.isdisjoint(re.findall(r"\w+", w.lower()))]
         return lambda n: (rotated * (1 + n // len(rotated)))[:n]
 
 
