@@ -91,6 +91,14 @@ class Temperature:
         """Return the first position whose query has another factor than 1, if any has."""
         return 0 if self.kind == "constant" else trained_length
 
+    def require_trained_length(self, trained_length: int) -> None:
+        """Raise if the factor cannot be computed for a trained length."""
+        if self.kind == "log-n" and trained_length < 2:
+            raise Refused(
+                "temperature 'log-n' divides by ln(trained_length), so the trained length must be "
+                f"at least 2 tokens, got {trained_length}"
+            )
+
     def factors(
         self, positions: torch.Tensor, trained_length: int, dtype: torch.dtype
     ) -> torch.Tensor:
@@ -111,11 +119,7 @@ class Temperature:
             return 1 + self.coefficient * torch.log1p(periods.to(dtype))
         tokens = (positions + 1).to(dtype)
         growth = torch.log(tokens / trained_length).clamp(min=0)  # 0 up to the trained length
-        if self.kind == "log-n" and trained_length < 2:
-            raise Refused(
-                "temperature 'log-n' divides by ln(trained_length), so the trained length must be "
-                f"at least 2 tokens, got {trained_length}"
-            )
+        self.require_trained_length(trained_length)
         scale = 1 / math.log(trained_length) if self.kind == "log-n" else self.coefficient
         return 1 + scale * growth
 

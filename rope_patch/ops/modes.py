@@ -49,6 +49,12 @@ def require_first_order(name: str, instead: str) -> None:
         )
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export traces what runs now."""
+    ask = getattr(torch.compiler, "is_exporting", None)  # torch 2.6 has none
+    return ask is not None and ask()
+
+
 def is_interpreted() -> bool:
     """Return whether Triton interprets kernels on the CPU, slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")

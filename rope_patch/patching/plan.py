@@ -284,7 +284,8 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
     require_start_tokens_supported(resolved, target_length, geometries, rotaries)
     if plan.position_map is not None:
         plan.mapped_sites.extend(find_mapped_attentions(rotaries, config, geometries))
-    if plan.method.query_temperature is not None:
+    if (temperature := plan.method.query_temperature) is not None:
+        temperature.require_trained_length(plan.trained_length)
         plan.temperature_sites.extend(find_scalable_attentions(rotaries, config, geometries))
     if plan.method.is_length_dependent(trained):
         plan.length_hooks.extend(_make_length_hooks(plan))

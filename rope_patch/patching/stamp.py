@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rope_patch.methods import Frequencies
+from rope_patch.ops.modes import is_exporting
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.dynamic.compile_op import UNCAPTURED
 from rope_patch.patching.plan import PatchPlan
@@ -61,7 +62,7 @@ class StampHooks:
         if mark == self.rotation:
             _require_unchanged(cache)
             return None
-        if _is_exporting():
+        if is_exporting():
             return None  # an exported program is traced with an empty cache and serves all
         changed = None
         if hasattr(cache, "get_seq_length"):
@@ -236,11 +237,6 @@ def require_empty(length: torch.Tensor) -> torch.Tensor:
 @require_empty.register_fake
 def _(length):
     return torch.zeros_like(length)
-
-
-def _is_exporting() -> bool:
-    ask = getattr(torch.compiler, "is_exporting", None)  # torch 2.6 has none
-    return ask is not None and ask()
 
 
 def _add_to_tokens(

@@ -35,7 +35,7 @@ class Recommendation:
         trained_length: Tokens of pretraining.
         short_length: Tokens of the samples within the trained length; None if samples were given.
         budget: Minutes allowed.
-        seconds: Seconds spent, with earlier runs.
+        seconds: Seconds of all measurements, with those of earlier runs.
         method: The name of the recommended method, as in the rows, or None.
         outcome: "use", "nothing holds" or "cannot answer", see `decision_rule.Choice`.
         verdict: The outcome in a sentence or two.

@@ -12,6 +12,7 @@ from helpers.tiny_models import (
     SIZES,
     TRAINED,
     forward,
+    logits,
     make_generator,
     make_model,
     padded,
@@ -333,3 +334,12 @@ def test_exports_are_refused():
     rope_patch.patch(model, "yarn", factor=4, temperature="log-n")
     with pytest.raises(rope_patch.Refused, match="temperature='log-n' cannot be exported"):
         rope_patch.export(model, "vllm")
+
+
+def test_log_n_is_refused_for_a_trained_length_without_a_logarithm():
+    model = make_model("llama")
+    before = logits(model)
+    with pytest.raises(rope_patch.Refused, match=r"divides by ln\(trained_length\).*got 1$"):
+        rope_patch.patch(model, "yarn", factor=4, temperature="log-n", trained_length=1)
+    assert rope_patch.current(model) is None
+    assert torch.equal(logits(model), before)

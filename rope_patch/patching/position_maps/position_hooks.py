@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rope_patch.methods.position_map import PositionMap
+from rope_patch.ops.modes import is_exporting
 from rope_patch.patching.dynamic.batching_guard import position_map_refusal, require_no_paged_cache
 from rope_patch.patching.dynamic.cache_record import (
     attach_record,
@@ -62,6 +63,13 @@ class PositionHooks:
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Record the positions of a forward (pre-hook of the decoder)."""
+        if is_exporting():
+            raise Refused(
+                f"torch.export cannot hold {self.position_map}: which queries it maps depends on "
+                "the positions of each call, and an exported program has no branches for that. Use "
+                "torch.compile, or export the model with a method that changes frequencies alone, "
+                "such as yarn"
+            )
         if torch.compiler.is_compiling():
             # Imported here, because the module imports the compiler.
             from rope_patch.patching.graph_break import call_outside_graph

@@ -111,3 +111,19 @@ def chunk_by_chunk(model, ids, size):
     cache = transformers.DynamicCache(config=model.config)
     parts = [model(part, past_key_values=cache).logits for part in ids.split(size, 1)]
     return torch.cat(parts, dim=1)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "is_exporting"), reason="this torch does not say that it exports"
+)
+def test_torch_export_is_refused_in_a_sentence():
+    """torch's own error is a page about numbers that depend on data."""
+    model = make_model("llama")
+    model.config.use_cache = False
+    handle = rope_patch.patch(model, "rerope")
+    with pytest.raises(rope_patch.Refused, match=r"torch\.export cannot hold rerope") as error:
+        torch.export.export(model, (), {"input_ids": tokens(TRAINED + 20)}, strict=False)
+    assert "torch.compile" in str(error.value)
+    assert len(str(error.value)) < 400
+    handle.undo()
+    assert torch.export.export(model, (), {"input_ids": tokens(TRAINED + 20)}, strict=False)
