@@ -125,7 +125,7 @@ class SampleOptions(OptionGroup):
             "--until-decided",
             help="Double the samples of the longest length until the best method is shown to "
             "differ from the plain model by the likelihood of the right answers; p is corrected "
-            "for each look.",
+            "for each look, and the first is at as many texts as can decide (seven or more).",
         ),
     ] = False
     max_samples: Annotated[

@@ -107,10 +107,12 @@ def _likelihood_sentences(
     deviation = text_deviation(questions, equal_depths)
     level = SIGNIFICANCE_LEVEL / methods / statistics.look_factor(int(request.until_decided))
     holm = f" after Holm over {methods} methods" if methods > 1 else ""
-    if texts < 2:
+    least = statistics.least_texts(level)
+    if texts < least:
+        has = "one text" if texts == 1 else f"{texts} texts"
         yield (
-            f"this run cannot decide which method is better: it has one text at {length:,} tokens, "
-            "and one text is one piece of evidence"
+            f"this run cannot decide which method is better: it has {has} at {length:,} tokens, "
+            f"too few texts to say ({least} decide{holm})"
         )
     else:
         effect = statistics.smallest_effect(texts, deviation, level)

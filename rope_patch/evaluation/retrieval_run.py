@@ -185,17 +185,23 @@ class RetrievalRun:
         ]
 
     def _undecided(self) -> list[tuple[str, int]]:
-        """Look at the verdict; return all tasks at the longest length if it needs more samples."""
+        """Look at the verdict; return all tasks at the longest length if it needs more samples.
+
+        Where the texts are too few for any verdict, this is no look: it could not err.
+        """
         if not self.session.processes.is_main:
             return []
         count = self.counts[self.task_names[0], self.longest]
-        self.looks.append(count)
+        looks = [*self.looks, count]
         results: Any = {
-            "run": {"trained_length": self.session.trained_length, "looks": self.looks},
+            "run": {"trained_length": self.session.trained_length, "looks": looks},
             "methods": list(self.session.methods.values()),
             "retrieval": self.results(),
         }
-        if RunStatistics(results).is_decided or count >= self.session.request.max_samples:
+        stats = RunStatistics(results)
+        if stats.has_enough_texts:
+            self.looks = looks
+        if stats.is_decided or count >= self.session.request.max_samples:
             return []
         logger.info(
             "undecided by %d samples a task at %s tokens: measuring more",

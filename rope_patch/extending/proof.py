@@ -25,20 +25,20 @@ from rope_patch.extending.candidates import Candidate
 from rope_patch.extending.request import ExtendRequest, format_duration
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_tokenizer
+from rope_patch.statistics import least_texts
 from rope_patch.tasks import texts
 from rope_patch.utils import checksums
 from rope_patch.utils.folder_lock import LOCK
 
 logger = logging.getLogger("rope_patch")
 
-PER_TEXT = 2  # questions about a text
+PER_TEXT = 1  # questions about a text: texts decide, and each is read once
 _TASKS = ("rp_niah_multikey_1_ll", "rp_niah_multikey_1_mc", PERPLEXITY, SHORT)
 _DEPTHS = (10, 30, 50, 70, 90)  # percent
 _PILOT_SHORT = 3  # samples of each ordinary short task in the pilot
 _MIN_SHORT, _MAX_SHORT = 10, 60
 _SHORT_SHARE = 0.2  # of the time
 _USED_SHARE = 0.85  # of the time, since passes vary
-_FEW_TEXTS = 6  # below which only a large difference can be shown
 NOT_COMPARED = (
     "time, memory and the lengths between the trained one and the target: "
     "`rope-patch compare` measures them"
@@ -133,11 +133,13 @@ def plan_samples(
     left -= short * short_seconds
     texts_in_time = 1 + max(0, int(left / text_seconds))
     count = max(1, min(most // PER_TEXT, texts_in_time))
-    if count < _FEW_TEXTS <= most // PER_TEXT:
+    least = least_texts(SIGNIFICANCE_LEVEL / (len(pilot.methods) - 1 + with_trained))
+    if count < least <= most // PER_TEXT:
         left_out.append(
             f"more than {count} texts: one takes {format_duration(text_seconds)} "
             f"({text_seconds:.3g} s), and the budget leaves {format_duration(seconds)} for the "
-            "comparison; so few show a large difference only, and a larger budget asks about more"
+            f"comparison; these are too few texts to say ({least} decide), and a larger budget "
+            "asks about more"
         )
     if PERPLEXITY not in pilot.tasks:
         left_out.append("perplexity: the text is shorter than the target")

@@ -6,10 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rope_patch.statistics import Interval, accuracy, bootstrap_mean, paired_difference
+from rope_patch.statistics import (
+    Interval,
+    PairedTest,
+    accuracy,
+    bootstrap_mean,
+    mean_test,
+    paired_difference,
+)
 
 # Nats a token below which a difference does not matter: about 1% of perplexity.
 NEGLIGIBLE = 0.01
+_LEVEL = 0.05  # below which a difference of answers is significant
 
 
 @dataclass(frozen=True)
@@ -62,17 +70,23 @@ class ScoreDifference:
     """The differences between two methods on the same samples, with 95% intervals.
 
     Attributes:
-        nll: Nats by which the first is worse.
-        hits: Share of answers by which the first is better; None if there are no answers.
+        nll: Nats by which the first is worse; without bounds below six texts.
+        answers: Share of answers by which the first is better; None if there are no answers.
     """
 
     nll: Interval
-    hits: Interval | None
+    answers: PairedTest | None
+
+    @property
+    def hits(self) -> Interval | None:
+        """Return the difference of the shares of right answers; None if there are no answers."""
+        return None if self.answers is None else self.answers.difference
 
     @property
     def is_worse(self) -> bool:
-        """Return whether the first is significantly worse than the second."""
-        if self.hits is not None and self.hits.high < 0:
+        """Return whether the first is shown to be worse than the second; never below six texts."""
+        answers = self.answers
+        if answers is not None and answers.p_value < _LEVEL and answers.losses > answers.wins:
             return True
         return self.nll.low > 0 and self.nll.estimate > NEGLIGIBLE
 
@@ -82,11 +96,11 @@ def score_difference(first: Scores, second: Scores) -> ScoreDifference:
     count = min(len(first), len(second))
     first, second = first.first(count), second.first(count)
     differences = [a - b for a, b in zip(first.nll, second.nll, strict=True)]
-    nll = bootstrap_mean(_group_by_text(differences, first.groups))
+    nll = mean_test(differences, first.groups).mean
     hits, groups = first.flat_hits()
     if not hits:
         return ScoreDifference(nll, None)
-    return ScoreDifference(nll, paired_difference(hits, second.flat_hits()[0], groups).difference)
+    return ScoreDifference(nll, paired_difference(hits, second.flat_hits()[0], groups))
 
 
 def gain_over_control(plain: Scores, control: Scores) -> Interval:
@@ -100,10 +114,10 @@ def gain_over_control(plain: Scores, control: Scores) -> Interval:
         ValueError: The control is of other texts.
     """
     true, false = _mean_by_text(plain), _mean_by_text(control)
-    differences = [[false[group] - true[group]] for group in true if group in false]
+    differences = [false[group] - true[group] for group in true if group in false]
     if not differences:
         raise ValueError("expected the control of the same texts, got none of them")
-    return bootstrap_mean(differences)
+    return mean_test(differences, range(len(differences))).mean
 
 
 def _group_by_text(values: Sequence[float], groups: Sequence[str]) -> list[list[float]]:

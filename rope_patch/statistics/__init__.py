@@ -1,19 +1,21 @@
 """Statistics of measurements: intervals, retention and effective length, tests between methods.
 
 Pure functions on numbers. Everything random is drawn from a seed, so a report made twice is the
-same report.
+same report. Whether a difference is shown is decided by `mean_test`, of scores by
+`paired_difference`; both show nothing below six texts.
 """
 
 from rope_patch.statistics.bootstrap import bootstrap_mean, perplexity_interval, perplexity_ratio
 from rope_patch.statistics.clustered_mean import (
+    ClusteredMean,
     MeanTest,
     clustered_mean,
-    texts_to_decide,
-    welch_p,
+    mean_test,
+    two_means_p,
 )
 from rope_patch.statistics.intervals import Interval, accuracy, is_precise, required_samples, wilson
 from rope_patch.statistics.paired_tests import PairedTest, holm, mcnemar, paired_difference
-from rope_patch.statistics.power import POWER, required_texts, smallest_effect
+from rope_patch.statistics.power import POWER, required_texts, smallest_effect, texts_to_decide
 from rope_patch.statistics.retention import (
     above_chance,
     effective_length,
@@ -21,9 +23,11 @@ from rope_patch.statistics.retention import (
     stratified_mean,
 )
 from rope_patch.statistics.sequential import look_factor
+from rope_patch.statistics.sign_flips import least_texts
 
 __all__ = [
     "POWER",
+    "ClusteredMean",
     "Interval",
     "MeanTest",
     "PairedTest",
@@ -34,8 +38,10 @@ __all__ = [
     "effective_length",
     "holm",
     "is_precise",
+    "least_texts",
     "look_factor",
     "mcnemar",
+    "mean_test",
     "paired_difference",
     "perplexity_interval",
     "perplexity_ratio",
@@ -45,6 +51,6 @@ __all__ = [
     "smallest_effect",
     "stratified_mean",
     "texts_to_decide",
-    "welch_p",
+    "two_means_p",
     "wilson",
 ]

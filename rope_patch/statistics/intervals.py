@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -188,6 +189,13 @@ def cluster_sums(
     numbers: dict[Hashable, int] = {}
     index = [numbers.setdefault(cluster, len(numbers)) for cluster in clusters]
     return np.bincount(index, weights=values), np.bincount(index, weights=weights).astype(float)
+
+
+def stratum_weights(strata: Sequence[Hashable]) -> np.ndarray:
+    """Return a weight for each pair, 1 on average, so that all strata weigh the same, `[n]`."""
+    counts = Counter(strata)
+    each = len(strata) / len(counts)
+    return np.array([each / counts[stratum] for stratum in strata])
 
 
 def _effective_n(sums: np.ndarray, sizes: np.ndarray, confidence: float) -> float:

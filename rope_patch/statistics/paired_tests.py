@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,13 @@ import numpy as np
 from scipy import special
 
 from rope_patch.statistics.bootstrap import RESAMPLES, percentile_bounds, resample_means
-from rope_patch.statistics.intervals import Interval, as_scores, cluster_sums
+from rope_patch.statistics.intervals import (
+    Interval,
+    as_scores,
+    cluster_sums,
+    stratum_weights,
+)
+from rope_patch.statistics.sign_flips import sign_flip_p
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,8 @@ def paired_difference(
     The interval is a cluster bootstrap's. Bonett & Price (2012) add a pair won by either method;
     here the draws include two more clusters, one all won and one all lost. Their size is the design
     effect of pairs of one text, or a whole text if no pair differs. So the interval keeps a width
-    even if methods agree on all of ten samples. For few clusters it is conservative.
+    even if methods agree on all of ten samples. For few clusters it is conservative. Where p is not
+    below 1 - confidence it is widened to reach zero.
 
     Args:
         a: Scores of method a in 0..1; None for samples that failed.
@@ -159,21 +165,16 @@ def _paired_test(
         p_value = min(1.0, 2 * float(special.bdtr(min(wins, losses), wins + losses, 0.5)))
     else:
         test = "sign flips of clusters"
-        p_value = _sign_flip_p_value(sums[sums != 0], resamples, seed)
+        p_value = sign_flip_p(sums[sums != 0], resamples, seed)
     low, high = _difference_bounds(
         sums, sizes, float((differences**2).sum()), confidence, resamples, seed
     )
     n, mean = len(scored), float(differences.mean())
+    if p_value >= 1 - confidence:  # what the test does not show, the interval does not show either
+        low, high = min(low, 0.0), max(high, 0.0)
     bounds = min(low, mean), max(high, mean)
     interval = Interval(mean, *bounds, n, len(sums), failed=len(a) - n)
     return PairedTest(interval, p_value, wins, losses, n - wins - losses, test)
-
-
-def stratum_weights(strata: Sequence[Hashable]) -> np.ndarray:
-    """Return a weight for each pair, 1 on average, so that all strata weigh the same, `[n]`."""
-    counts = Counter(strata)
-    each = len(strata) / len(counts)
-    return np.array([each / counts[stratum] for stratum in strata])
 
 
 def _difference_bounds(
@@ -192,16 +193,3 @@ def _difference_bounds(
     sizes = np.concatenate([sizes, [size, size]])
     means = resample_means(sums, sizes, len(sums), resamples, seed)
     return percentile_bounds(means, len(sums), confidence)
-
-
-def _sign_flip_p_value(sums: np.ndarray, resamples: int, seed: int) -> float:
-    """Return how likely random signs make the total at least as large, either way."""
-    least = abs(sums.sum()) - 1e-9  # equal totals count, rounding or not
-    if 2 ** len(sums) <= resamples:
-        numbers = np.arange(2 ** len(sums))[:, None]
-        signs = 1 - 2 * ((numbers >> np.arange(len(sums))) & 1)
-        return float((abs(signs @ sums) >= least).mean())
-    generator = np.random.default_rng(seed)
-    signs = 1 - 2 * generator.integers(2, size=(resamples, len(sums)), dtype=np.int8)
-    # The signs that were observed are among the possible ones, hence never zero.
-    return float(((abs(signs @ sums) >= least).sum() + 1) / (resamples + 1))

@@ -1,25 +1,30 @@
-"""Power: the smallest mean that a t test over texts can show, and how many texts a mean takes."""
+"""Power: the smallest mean that `mean_test` can show, and how many texts a mean takes."""
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
+import numpy as np
 from scipy import special
 
+from rope_patch.statistics.clustered_mean import ClusteredMean, hall_p_values
 from rope_patch.statistics.intervals import half_alpha
+from rope_patch.statistics.sign_flips import least_texts, sign_patterns
 
 POWER = 0.8  # the share of runs in which an effect of the stated size is shown; Cohen (1988)
 _MAX_TEXTS = 10_000
+_DRAWS = 2000  # simulated runs: their share is known to one percent
+_SIMULATED_TEXTS = 50  # beyond, skewness is known so well that the test is Student's t
+_FLIPPED_TEXTS = 12  # beyond, sign flips of normal differences have the p-value of Student's t
 
 
 def smallest_effect(
     texts: int, deviation: float, level: float = 0.05, power: float = POWER
 ) -> float:
-    """Return the smallest mean that Student's t test over texts shows to differ from zero.
+    """Return the smallest mean that `mean_test` shows to differ from zero.
 
-    The test statistic follows the noncentral t distribution, whose noncentrality is the mean over
-    its standard error. The chance to be significant on the wrong side is left out: it is below
-    level / 2.
+    Of normal differences: by simulation with few texts, by the noncentral t distribution with many.
 
     Args:
         texts: The number of texts.
@@ -28,27 +33,29 @@ def smallest_effect(
         power: The probability to be significant, above one half.
 
     Returns:
-        The mean's size; `inf` with fewer than two texts.
+        The mean's size; `inf` with fewer texts than show anything at this level.
 
     Raises:
         ValueError: If the level or the power is out of range, or the deviation is not positive.
     """
-    if not 0.5 < power < 1 or not deviation > 0:
-        raise ValueError(
-            f"expected power between 0.5 and 1 and a deviation above 0, got {power} and {deviation}"
-        )
-    upper = 1 - half_alpha(1 - level)
-    if texts < 2:
+    _check(level, deviation, power)
+    if texts < least_texts(level):
         return math.inf
-    critical = special.stdtrit(texts - 1, upper)
-    noncentrality = float(special.nctdtrinc(texts - 1, 1 - power, critical))
-    return noncentrality * deviation / math.sqrt(texts)
+    too_small, enough = 0.0, 1.0
+    while _power(enough, texts, level) < power:
+        too_small, enough = enough, 2 * enough
+    while enough - too_small > 1e-3 * enough:
+        middle = (too_small + enough) / 2
+        too_small, enough = (
+            (too_small, middle) if _power(middle, texts, level) >= power else (middle, enough)
+        )
+    return enough * deviation
 
 
 def required_texts(
     effect: float, deviation: float, level: float = 0.05, power: float = POWER
 ) -> int | None:
-    """Return how many texts show a mean of this size with Student's t test.
+    """Return how many texts show a mean of this size by `mean_test`.
 
     Args:
         effect: The mean's size, above 0.
@@ -57,22 +64,71 @@ def required_texts(
         power: The probability to be significant, above one half.
 
     Returns:
-        The number of texts, at least two; None if 10,000 are too few.
+        The number of texts, as many at least as show anything; None if 10,000 are too few.
 
     Raises:
         ValueError: See `smallest_effect`; or the effect is not positive.
     """
     if not effect > 0:
         raise ValueError(f"expected an effect above 0, got {effect}; give its size")
-    too_few, enough = 1, 2
-    while smallest_effect(enough, deviation, level, power) > effect:
+    _check(level, deviation, power)
+    ratio = effect / deviation
+    enough = least_texts(level)
+    too_few = enough - 1
+    while _power(ratio, enough, level) < power:
         too_few, enough = enough, 2 * enough
         if too_few >= _MAX_TEXTS:
             return None
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if smallest_effect(middle, deviation, level, power) > effect:
+        if _power(ratio, middle, level) < power:
             too_few = middle
         else:
             enough = middle
     return enough if enough <= _MAX_TEXTS else None
+
+
+def texts_to_decide(measured: ClusteredMean, level: float = 0.05) -> int | None:
+    """Return about how many texts would show that a mean is not zero, were it as measured.
+
+    Args:
+        measured: The mean as measured, on at least two texts.
+        level: The two-sided level of the test to come.
+
+    Returns:
+        The number of texts in all with which 80% of runs would show it; None if the measurement
+        gives no idea.
+    """
+    mean, deviation = abs(measured.mean.estimate), measured.deviation
+    if not mean or not math.isfinite(deviation):
+        return None
+    return required_texts(mean, deviation, level) if deviation else least_texts(level)
+
+
+def _check(level: float, deviation: float, power: float) -> None:
+    half_alpha(1 - level)  # refuses what is no level
+    if not 0.5 < power < 1 or not deviation > 0:
+        raise ValueError(
+            f"expected power between 0.5 and 1 and a deviation above 0, got {power} and {deviation}"
+        )
+
+
+def _power(ratio: float, texts: int, level: float) -> float:
+    """Return how often a mean of `ratio` standard deviations is shown, on the right side."""
+    if texts > _SIMULATED_TEXTS:
+        critical = special.stdtrit(texts - 1, 1 - half_alpha(1 - level))
+        return 1 - float(special.nctdtr(texts - 1, ratio * math.sqrt(texts), critical))
+    values = _standard_normal(texts) + ratio
+    means = values.mean(axis=1)
+    shown = (means > 0) & (hall_p_values(values) < level)
+    if texts <= _FLIPPED_TEXTS:
+        flipped = values @ sign_patterns(texts).T.astype(float)
+        totals = values.sum(axis=1, keepdims=True)
+        shown &= ((flipped <= 0) | (flipped >= totals)).mean(axis=1) < level
+    return float(shown.mean())
+
+
+@lru_cache(maxsize=_SIMULATED_TEXTS)
+def _standard_normal(texts: int) -> np.ndarray:
+    """Return the texts' deviations in simulated runs, `[runs, texts]`, always the same."""
+    return np.random.default_rng(texts).normal(size=(_DRAWS, texts))

@@ -69,7 +69,7 @@ def test_compare_takes_what_is_left_out_from_the_profile(tmp_path):
     ]
     for part in ("retrieval", "control"):
         assert stored(tmp_path / "a")[part] == expected[part]
-    assert len(expected["retrieval"][0]["samples"]["none"]) == 2 * 12  # of quick, at two lengths
+    assert len(expected["retrieval"][0]["samples"]["none"]) == 2 * 10  # of quick, at two lengths
 
 
 @pytest.mark.parametrize("function", [rope_patch.evaluate, rope_patch.compare])

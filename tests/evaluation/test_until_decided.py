@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.evaluations import measured_numbers, request, run_until_killed
-from scipy import stats
 
+from rope_patch import statistics
 from rope_patch.evaluation.pipeline import evaluate
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.summary import sentences
@@ -36,11 +36,14 @@ def decided_run(tmp_path_factory):
 
 
 def test_samples_are_doubled_until_the_corrected_test_decides(decided_run):
-    """By scipy's t test, its p times the methods and j (j + 1) at look j."""
+    """By the rule for texts, its p times the methods and j (j + 1) at look j.
+
+    Four texts can show nothing of two methods, so the first look is at eight.
+    """
     _, results = decided_run
     looks = results["run"]["looks"]
-    assert looks == [4, 8, 16, 32, 40][: len(looks)]
-    assert len(looks) > 2
+    assert looks == [8, 16, 32, 40][: len(looks)]
+    assert looks
     losses = {
         label: np.array(
             [-row["log_likelihood"] / row["target_tokens"] for row in rows_at(results, label, 320)]
@@ -50,7 +53,9 @@ def test_samples_are_doubled_until_the_corrected_test_decides(decided_run):
     assert {len(nats) for nats in losses.values()} == {looks[-1]}
     for look, count in enumerate(looks, start=1):
         p_values = {
-            label: stats.ttest_rel(nats[:count], losses["none"][:count]).pvalue
+            label: statistics.mean_test(
+                (nats - losses["none"])[:count].tolist(), range(count)
+            ).p_value
             for label, nats in losses.items()
             if label != "none"
         }
@@ -60,7 +65,7 @@ def test_samples_are_doubled_until_the_corrected_test_decides(decided_run):
         assert (corrected * look * (look + 1) < 0.05) == (look == len(looks))
     head = sentences(RunStatistics(results))[0]
     assert head.startswith("No method makes the right answers likelier than no patch at 320")
-    assert f"after Holm over 2 methods and {len(looks)} looks at growing data" in head
+    assert f"after Holm over 2 methods and {len(looks)} look" in head
 
 
 def test_only_the_longest_length_grows_and_samples_stay_the_same(decided_run):
@@ -82,12 +87,18 @@ def test_a_killed_run_takes_the_same_looks(decided_run, tmp_path):
     assert measured_numbers(again) == measured_numbers(results)
 
 
-def test_it_stops_at_the_most_samples(tmp_path):
-    results = evaluate(growing_request(tmp_path, samples=2, max_samples=5, lengths=(320,)))
-    assert results["run"]["looks"] == [2, 4, 5]
+def test_it_stops_at_the_most_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr(RunStatistics, "is_decided", False)
+    results = evaluate(growing_request(tmp_path, samples=4, max_samples=9, lengths=(320,)))
+    assert results["run"]["looks"] == [8, 9]
     head = sentences(RunStatistics(results))[0]
-    assert head.startswith("This run cannot decide whether")
-    assert "and 3 looks at growing data" in head
+    assert "and 2 looks at growing data" in head
+
+
+def test_fewer_texts_than_decide_are_no_look(tmp_path):
+    results = evaluate(growing_request(tmp_path, samples=2, max_samples=5, lengths=(320,)))
+    assert results["run"]["looks"] == []
+    assert "too few texts to say (7 decide)" in sentences(RunStatistics(results))[0]
 
 
 def made_up(losses: dict[str, np.ndarray], looks: list[int]) -> RunStatistics:
@@ -114,7 +125,7 @@ def made_up(losses: dict[str, np.ndarray], looks: list[int]) -> RunStatistics:
 
 
 def test_methods_without_an_effect_are_told_apart_in_one_run_of_twenty():
-    generator, counts = np.random.default_rng(6), (3, 6, 12, 24)
+    generator, counts = np.random.default_rng(6), (9, 18, 36)
     labels, runs, false_calls = ("none", "a", "b"), 300, 0
     for _ in range(runs):
         text_level = generator.normal(3, 1, counts[-1])

@@ -28,7 +28,7 @@ def test_a_method_is_published_with_its_evidence(finished):
     assert result.sentence.startswith(f"Use {result.method} at 1,024 tokens. ")
     assert "nats a token" in result.sentence
     assert "95% interval" in result.sentence
-    assert "n = 12, 6 texts" in result.sentence
+    assert "n = 12, 12 texts" in result.sentence
     assert {"config.json", "rope_patch.json", "model.safetensors", "tokenizer.json"} <= set(
         files(result.folder)
     )
@@ -72,7 +72,7 @@ def test_the_card_names_method_lengths_evidence_and_gaps(finished):
     assert card.startswith("---\nlibrary_name: transformers\ntags: [rope_patch")
     assert "# tiny-llama, 256 → 1,024 tokens" in card
     assert f"| method | {result.method} |" in card
-    assert "12 questions about 6 texts at each length" in card
+    assert "12 questions about 12 texts at each length" in card
     assert "| plain model |" in card
     assert "as they were: nothing was trained" in card
     for line in result.left_out:

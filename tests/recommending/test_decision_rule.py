@@ -125,6 +125,16 @@ def test_a_significant_but_tiny_difference_is_a_tie():
     assert score_difference(scores(0.12), a).is_worse
 
 
+@pytest.mark.parametrize(("texts", "is_shown"), [(5, False), (6, True)])
+def test_nothing_is_worse_and_no_gain_is_shown_below_six_texts(texts, is_shown):
+    good, bad = scores(0.1, count=texts), scores(9.0, accuracy=0.0, count=texts)
+    assert score_difference(bad, good).is_worse == is_shown
+    assert (score_difference(bad, good).nll.low > 0) == is_shown
+    assert (gain_over_control(good, bad).low > 0) == is_shown
+    ties = choose([make_variant("good", good), make_variant("bad", bad)], PLAIN).ties
+    assert ("bad" in ties) != is_shown
+
+
 def test_fewer_right_answers_are_worse_at_the_same_loss():
     a, b = scores(accuracy=1.0), scores(accuracy=0.6)
     assert score_difference(b, a).nll.estimate == 0

@@ -20,7 +20,7 @@ from rope_patch.evaluation.report.ranking import Ranking
 from rope_patch.evaluation.report.results.likelihood import SIGNIFICANCE_LEVEL
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
-from rope_patch.evaluation.report.verdict import texts_needed
+from rope_patch.evaluation.report.verdict import texts_needed, too_few_texts
 from rope_patch.statistics import Interval, MeanTest
 
 _MAX_NAMES = 2  # of a sentence
@@ -88,10 +88,16 @@ def _likelier(
         needed = texts_needed(stats, length, difference)
         more = f"; about {needed:,} would do" if needed else ""
         leader = who if difference.mean.estimate < 0 else "the plain model"
-        few = "is too little" if texts == "1" else "are too few"
+        likeliest = f"at {length:,} tokens: the right answers are the likeliest with {leader}, "
+        if (least := too_few_texts(stats, length, difference)) is not None:
+            few = "is too little" if texts == "1" else "are too few"
+            return (
+                f"This run cannot decide what to use {likeliest}but {count} {few} to say "
+                f"({least} decide)."
+            )
         return (
-            f"This run cannot decide what to use at {length:,} tokens: the right answers are the "
-            f"likeliest with {leader}, but {count} {few} to be sure ({p_text(p_value)}{more})."
+            f"This run cannot decide what to use {likeliest}but {count} are too few to be sure "
+            f"({p_text(p_value)}{more})."
         )
     if difference.mean.estimate > 0:
         return (

@@ -24,7 +24,7 @@ from rope_patch.evaluation.report.table import (
     perplexity_cell,
     ratio_column,
 )
-from rope_patch.statistics import Interval, MeanTest
+from rope_patch.statistics import ClusteredMean, Interval
 
 
 def tables(stats: RunStatistics) -> list[Table]:
@@ -104,7 +104,7 @@ def representative_positions(stats: RunStatistics) -> list[int]:
     return sorted({min(ends, key=lambda end: abs(end - target)) for target in targets})
 
 
-def _loss_cell(loss: MeanTest | None, *, beyond: bool) -> Cell:
+def _loss_cell(loss: ClusteredMean | None, *, beyond: bool) -> Cell:
     if loss is None:
         return Cell(text=NOTHING, tip="not measured", beyond=beyond)
     text, span = nats_text(loss.mean.estimate), nats_range(loss.mean)

@@ -40,9 +40,14 @@ def correction_text(stats: RunStatistics, methods: int, length: int | None = Non
 
 def texts_needed(stats: RunStatistics, length: int, difference: MeanTest) -> int | None:
     """Return how many texts would decide, if the difference is as measured; None if unknown."""
-    methods = len(stats.comparisons_with_plain(length))
-    needed = texts_to_decide(difference, SIGNIFICANCE_LEVEL / methods / stats.look_factor(length))
+    needed = texts_to_decide(difference, stats.deciding_level(length))
     return needed if needed and needed > difference.mean.effective_n else None
+
+
+def too_few_texts(stats: RunStatistics, length: int, difference: MeanTest) -> int | None:
+    """Return the fewest texts that decide, where a difference rests on fewer, else None."""
+    least = stats.least_texts(length)
+    return None if difference.mean.effective_n >= least else least
 
 
 def _interval_text(test: MeanTest) -> str:
@@ -95,6 +100,11 @@ def comparison_sentence(
     at, head = f"at {length:,} tokens", f"At {length:,} tokens"
     if difference.mean.low == difference.mean.high == 0:
         return f"{head} {who} changes the likelihood of no right answer: {numbers}."
+    if (least := too_few_texts(stats, length, difference)) is not None:
+        return (
+            f"This run has too few texts to say ({least} decide) whether {who} makes the right "
+            f"answers likelier than no patch {at}: {numbers}."
+        )
     if p_value >= SIGNIFICANCE_LEVEL:
         more = ""
         if needed := texts_needed(stats, length, difference):

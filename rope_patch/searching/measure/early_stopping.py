@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 ALPHA = 0.005  # error rate of each look: an equally good candidate is stopped this often
-MIN_GROUPS = 3  # fewer say nothing about how much groups differ
+MIN_GROUPS = 6  # fewer show nothing, see `statistics.mean_test`
 
 
 def predicted_deficit(
@@ -27,8 +27,8 @@ def predicted_deficit(
 
     The risk: with three looks, a candidate that would have ended level with the best is stopped in
     at most about three searches of two hundred, one that would have ended ahead in fewer. The
-    search then keeps its present best. Groups whose losses differ wildly make t a poor guide. With
-    few groups t is wide, so few candidates are stopped.
+    search then keeps its present best. Groups whose losses differ wildly make t a poor guide. Below
+    six groups a candidate is stopped only if it cannot win.
 
     Args:
         candidate_nll: The candidate's nats, by sample, of those scored so far.

@@ -57,9 +57,11 @@ def _paired_difference(
     from rope_patch import statistics
 
     differences = [float(a or 0) - float(b or 0) for a, b in zip(ours.nll, other.nll, strict=True)]
-    comparison = {
+    texts, kinds = [sample.group for sample in samples], [sample.prose for sample in samples]
+    interval = statistics.mean_test(differences, texts, kinds).mean
+    comparison: dict[str, Any] = {
         "nll": ours.fitness - other.fitness,
-        "interval": _bootstrap_interval(differences, samples),
+        "interval": [interval.low, interval.high],
     }
     pairs = [
         (float(a), float(b), sample.group)

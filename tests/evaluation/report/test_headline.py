@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from report_results import many, results, samples
+from report_results import results, samples
 
 from rope_patch.evaluation.report.headline import headline
 from rope_patch.evaluation.report.ranking import Ranking
@@ -57,21 +57,27 @@ def test_likelier_answers_are_no_claim_that_the_model_is_usable() -> None:
 
 
 def test_methods_that_are_not_told_apart_are_named() -> None:
-    measured = many()
-    for rows in measured["retrieval"][0]["samples"].values():
-        for sample in rows:
-            sample |= {"text": sample["id"]}
-    flipped = measured["retrieval"][0]["samples"]["method 1"]
-    for i, sample in enumerate(flipped):
-        sample["log_likelihood"] += 1.5 if i % 2 else -1.0
-    assert "; not told apart from it: method " in head_of(measured)
+    """Each text's answers are likelier with both methods, by amounts that differ."""
+    labels = ("none", "yarn ×2", "linear ×2")
+    measured = retrieved(dict.fromkeys(labels, (0.0, 0.0)), count=12)
+    for label, first, second in (("yarn ×2", 5.0, 4.0), ("linear ×2", 3.9, 4.9)):
+        for i, sample in enumerate(measured["retrieval"][0]["samples"][label]):
+            sample["log_likelihood"] += first if i % 2 else second
+    assert "; not told apart from it: linear ×2; " in head_of(measured)
 
 
 def test_a_run_of_few_texts_cannot_decide() -> None:
     measured = retrieved({"none": (1, 0), "yarn ×2": (0.5, 0.5)}, count=4)
     head = head_of(measured)
     assert head.startswith("This run cannot decide what to use at 8,192 tokens: ")
-    assert "4 texts are too few to be sure (p = " in head
+    assert head.endswith("but 4 texts are too few to say (6 decide).")
+
+
+def test_a_run_of_texts_that_differ_cannot_decide() -> None:
+    measured = retrieved({"none": (0.5, 0.5), "yarn ×2": (0.5, 0.5)}, count=12)
+    for i, sample in enumerate(measured["retrieval"][0]["samples"]["yarn ×2"]):
+        sample["log_likelihood"] += 1.5 if i % 3 else -2.0
+    assert "12 texts are too few to be sure (p = " in head_of(measured)
 
 
 def test_an_undecided_run_names_the_plain_model_where_it_leads() -> None:

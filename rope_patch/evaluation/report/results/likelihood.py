@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rope_patch import statistics
 from rope_patch.evaluation.report.results.comparisons import ComparisonStatistics
 from rope_patch.evaluation.report.results.retrieval import ScoredSample, scored_samples
-from rope_patch.statistics import MeanTest
+from rope_patch.statistics import ClusteredMean, MeanTest
 from rope_patch.tasks import question_of
 
 SIGNIFICANCE_LEVEL = 0.05
@@ -57,17 +57,21 @@ class LikelihoodStatistics(ComparisonStatistics):
         ]
         return measured[-1] if measured else None
 
-    def answer_loss(self, label: str, length: int) -> MeanTest | None:
+    def answer_loss(self, label: str, length: int) -> ClusteredMean | None:
         """Return the mean loss of the right answers at a length; None where there is none."""
         losses = list(self._losses_at(label, length).values())
-        return _mean([loss.nats for loss in losses], losses, self.look_factor(length))
+        return _mean(losses, self.look_factor(length))
 
     def loss_difference(self, label: str, other: str, length: int) -> MeanTest | None:
         """Return a method's loss less another's on the same samples, below 0 where it is better."""
         mine, theirs = self._losses_at(label, length), self._losses_at(other, length)
-        shared = [key for key in mine if key in theirs]
-        differences = [mine[key].nats - theirs[key].nats for key in shared]
-        return _mean(differences, [mine[key] for key in shared], self.look_factor(length))
+        differences = [
+            loss._replace(nats=loss.nats - theirs[key].nats)
+            for key, loss in mine.items()
+            if key in theirs
+        ]
+        numbers = _finite_numbers(differences, self.look_factor(length))
+        return None if numbers is None else statistics.mean_test(*numbers)
 
     def comparisons_with_plain(self, length: int) -> dict[str, tuple[MeanTest, float]]:
         """Return each method's difference from the plain model, and its p after Holm.
@@ -92,6 +96,23 @@ class LikelihoodStatistics(ComparisonStatistics):
             if (loss := self.answer_loss(label, length)) is not None
         }
         return min(means, key=lambda label: means[label]) if means else None
+
+    def deciding_level(self, length: int) -> float:
+        """Return the level of the first of a length's tests: Holm's and this look's part of .05."""
+        methods = len(self.comparisons_with_plain(length))
+        return SIGNIFICANCE_LEVEL / max(methods, 1) / self.look_factor(length)
+
+    def least_texts(self, length: int) -> int:
+        """Return the fewest texts with which some method can be shown to differ at a length."""
+        return statistics.least_texts(self.deciding_level(length))
+
+    @property
+    def has_enough_texts(self) -> bool:
+        """Return whether the verdict rests on as many texts as can decide it."""
+        length = self.verdict_length
+        comparisons = self.comparisons_with_plain(length) if length else {}
+        texts = max((test.mean.effective_n for test, _ in comparisons.values()), default=0)
+        return length is not None and texts >= self.least_texts(length)
 
     @property
     def is_decided(self) -> bool:
@@ -125,7 +146,7 @@ class LikelihoodStatistics(ComparisonStatistics):
         return [label for label in tests if adjusted[label] >= SIGNIFICANCE_LEVEL]
 
     @cached_property
-    def floor(self) -> MeanTest | None:
+    def floor(self) -> ClusteredMean | None:
         """Return the plain model's loss on the same questions without their answers in the text.
 
         It was measured at the shortest length. None without controls.
@@ -137,13 +158,13 @@ class LikelihoodStatistics(ComparisonStatistics):
             for rows in (entry.get("samples") or {}).values()
             for loss in _answer_losses(scored_samples(entry["task"], rows)).values()
         ]
-        return _mean([loss.nats for loss in losses], losses)
+        return _mean(losses)
 
     def reads_answers(self, label: str, length: int) -> bool:
         """Return whether right answers are shown to be likelier than where the text lacks them.
 
-        Welch's t test against the floor, whose texts are others; the family is all methods at this
-        length. False where there is no floor.
+        By the test of two means against the floor, whose texts are others; the family is all
+        methods at this length. False where there is no floor.
         """
         losses = {
             other: loss
@@ -152,7 +173,9 @@ class LikelihoodStatistics(ComparisonStatistics):
         }
         if self.floor is None or label not in losses:
             return False
-        p_values = {other: statistics.welch_p(loss, self.floor) for other, loss in losses.items()}
+        p_values = {
+            other: statistics.two_means_p(loss, self.floor) for other, loss in losses.items()
+        }
         is_below = losses[label].mean.estimate < self.floor.mean.estimate
         return is_below and self.adjust(p_values, length)[label] < SIGNIFICANCE_LEVEL
 
@@ -181,15 +204,22 @@ def _answer_losses(samples: Sequence[ScoredSample]) -> dict[tuple[str, str], Ans
     }
 
 
-def _mean(
-    values: list[float], losses: Sequence[AnswerLoss], look_factor: int = 1
-) -> MeanTest | None:
-    """Return the mean of values over texts; None without values, or where one is infinite.
+def _mean(losses: Sequence[AnswerLoss], look_factor: int = 1) -> ClusteredMean | None:
+    """Return the mean of losses over texts; None without losses, or where one is infinite."""
+    numbers = _finite_numbers(losses, look_factor)
+    return None if numbers is None else statistics.clustered_mean(*numbers)
+
+
+def _finite_numbers(
+    losses: Sequence[AnswerLoss], look_factor: int
+) -> tuple[list[float], list[tuple[str, int, int]], list[tuple[str, int]], float] | None:
+    """Return nats, texts, strata and confidence; None without losses, or where one is infinite.
 
     Where looks share the error rate, the interval holds at all of them (a repeated confidence
     interval, Jennison & Turnbull 1989).
     """
-    if not values or not all(map(math.isfinite, values)):
+    if not losses or not all(math.isfinite(loss.nats) for loss in losses):
         return None
-    texts, strata = [loss.text for loss in losses], [loss.stratum for loss in losses]
-    return statistics.clustered_mean(values, texts, strata, 1 - SIGNIFICANCE_LEVEL / look_factor)
+    nats, texts = [loss.nats for loss in losses], [loss.text for loss in losses]
+    strata = [loss.stratum for loss in losses]
+    return nats, texts, strata, 1 - SIGNIFICANCE_LEVEL / look_factor
