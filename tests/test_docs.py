@@ -12,20 +12,26 @@ import typer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import rope_patch
+from rope_patch import tasks
 from rope_patch.cli import app
+from rope_patch.evaluation.request import MEASURES, SHORT
 from rope_patch.methods import registered_methods
+from rope_patch.searching.strategies.registry import STRATEGIES
+from rope_patch.tasks import short
 from rope_patch.training import recipe_files
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "assets" / "tiny-llama"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
+RESULTS = sorted((ROOT / "eval" / "results").rglob("*.md"))
 GUIDES = [ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "README.md", ROOT / "eval" / "README.md"]
 
 # A snippet, and the exact output if a `text` block follows.
 SNIPPET = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", flags=re.DOTALL)
 FENCED = re.compile(r"```.*?```", flags=re.DOTALL)
-SHELL = re.compile(r"```(?:bash|console)\n(.*?)```", flags=re.DOTALL)
+SHELL = re.compile(r"```(?:bash|console|sh)\n(.*?)```", flags=re.DOTALL)
+MADE_BY = re.compile(r"Made by `rope-patch ([^`]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"\b((?:tests|recipes)/[\w/]+\.py)\b")
 
@@ -97,7 +103,7 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=page_id)
+@pytest.mark.parametrize("page", [*PAGES, *GUIDES, *RESULTS], ids=page_id)
 def test_links_resolve(page):
     for link in LINK.findall(FENCED.sub("", page.read_text())):
         if link.startswith("https://"):
@@ -131,22 +137,48 @@ def test_methods_table_has_every_method():
         assert method.training in table or name == "default"
 
 
-@pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=page_id)
-def test_commands_and_options_exist(page):
-    """Check the options of `rope-patch` lines in shell blocks; recipes check `finetune` lines."""
+def command_lines(page):
+    """Return the `rope-patch` lines of a page: those in shell blocks, and "Made by `...`"."""
+    text = page.read_text()
+    lines = [
+        line for block in SHELL.findall(text) for line in block.replace("\\\n", " ").splitlines()
+    ]
+    found = [re.search(r"(?:^|[\s$])rope-patch (.*)", line) for line in lines]
+    return [match[1] for match in found if match] + MADE_BY.findall(text)
+
+
+def command_words(line):
+    """Return the words of a command, up to a pipe or the next command."""
+    line = re.sub(r'"\$@"|\$\{?words\b\}?', "", re.sub(r"\$\([^)]*\)", "FOLDER", line))
+    words = shlex.split(line, comments=True)
+    end = next((i for i, word in enumerate(words) if word in ("|", ">", "&&", ";")), len(words))
+    return words[:end]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *GUIDES, *RESULTS], ids=page_id)
+def test_commands_are_ones_that_the_command_line_takes(page):
+    """Parse each `rope-patch` line by the command line, and run none; tests of recipes check those.
+
+    Names of methods, tasks, recipes and strategies are looked up, too, because the commands
+    themselves do that.
+    """
     commands = typer.main.get_command(app).commands
-    for block in SHELL.findall(page.read_text()):
-        for line in block.replace("\\\n", " ").splitlines():
-            match = re.search(r"(?:^|[\s$])rope-patch (.*)", line)
-            if not match:
-                continue
-            words = shlex.split(match[1], comments=True)
-            if words[0] == "finetune":
-                continue
-            parameters = commands[words[0]].params
-            options = {name for parameter in parameters for name in parameter.opts}
-            options |= {name for parameter in parameters for name in parameter.secondary_opts}
-            assert {word for word in words if word.startswith("--")} <= options, line
+    for line in command_lines(page):
+        name, *words = command_words(line)
+        with commands[name].make_context(name, words) as context:
+            given = {key: value for key, value in context.params.items() if value is not None}
+        if name in ("eval", "compare") and not given.get("include_path"):
+            own = {*MEASURES, SHORT, *short.names(), *tasks.names(), *tasks.groups()}
+            assert set((given.get("tasks") or SHORT).split(",")) <= own, line
+        if name in ("eval", "compare", "patch", "export", "diagnose") and not given.get("plugin"):
+            asked = given.get("method") or "none"
+            methods = ",".join([asked] if isinstance(asked, str) else asked).split(",")
+            known = {"none", *registered_methods()}
+            assert {m for m in methods if "/" not in m and "$" not in m} <= known, line
+        if name == "search":
+            assert given["strategy"] in STRATEGIES, line
+        if name == "finetune":
+            recipe_files.find_recipe(Path(words[words.index("--config") + 1]))
 
 
 def test_documented_commands_need_no_checkout(tmp_path, monkeypatch):
