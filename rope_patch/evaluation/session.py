@@ -313,8 +313,10 @@ def _rotation_identity(handle: Patch | EncodingPatch, length: int, end: int) -> 
     """Return what rotates a sequence; None for the model's own rotation."""
     if isinstance(handle, EncodingPatch):
         return encoding_identity(handle)
+    # Asked for by name, kernels round in their own way: the same numbers give other bits.
+    kernels = [] if handle.extension.kernels == "auto" else [handle.extension.kernels]
     if handle.method.valid_until(max(length, 1), handle.trained_length) < end:
-        changing = [handle.method.name, handle.method.options()]  # changes on the way
+        changing = [handle.method.name, handle.method.options(), *kernels]  # changes on the way
         extension = handle.extension
         is_ours = method_origin(handle.method) is None
         if is_ours and extension.start == "unscaled" and extension.layer_types is None:
@@ -330,7 +332,8 @@ def _rotation_identity(handle: Patch | EncodingPatch, length: int, end: int) -> 
     rotation |= handle.method.attention_changes(end, handle.trained_length)
     if rotation and handle.method.start_token_count:
         rotation["kept tokens"] = handle.method.start_token_count
-    if not rotation and not _keeps_bits(handle):
+    rounds_otherwise = bool(kernels) if rotation else not _keeps_bits(handle)
+    if rounds_otherwise:
         rotation["kernels"] = handle.extension.kernels
     return rotation or None
 

@@ -1,8 +1,11 @@
 """Test what stored answers depend on besides their prompts."""
 
+import json
+
 import pytest
-from helpers.method_names import position_maps
-from helpers.tiny_models import TRAINED, make_model
+import torch
+from helpers.method_names import frequency_methods, position_maps
+from helpers.tiny_models import TRAINED, forward, make_config, make_model, tokens
 
 import rope_patch
 from rope_patch.evaluation.session import _other_config, _rotation_identity
@@ -100,3 +103,50 @@ def test_a_dynamic_method_on_some_layers_has_answers_of_its_own():
         found.append(_rotation_identity(handle, TRAINED, 2 * TRAINED))
     assert found[0] == found[1] != found[2]
     assert len(identity("dynamic-yarn", length=TRAINED)) == 2  # as earlier releases stored it
+
+
+# Of each family one that equals another at some length, and the kernels that round otherwise.
+FACTORS = {"yarn": 2, "linear": 2, "ntk": 2, "ntk-by-parts": 2}
+KERNELS = ("yarn", "dynamic-yarn", "self-extend")
+
+
+def make_in(dtype):
+    """Return a model that is made in a dtype, as loaded in it: its frequencies are in float32."""
+    torch.manual_seed(0)
+    return type(make_model())._from_config(make_config("llama"), dtype=dtype).eval()
+
+
+def requests():
+    """Yield every method that a Llama takes without options, and some by other kernels."""
+    for name in [*frequency_methods(), *position_maps()]:
+        model = make_model()
+        for given in ({}, {"factor": FACTORS.get(name, 4)}):
+            try:
+                rope_patch.patch(model, name, **given).undo()
+            except (ValueError, TypeError):  # it needs options, or takes no factor
+                continue
+            yield name, given
+            if name in KERNELS:
+                yield from ((name, {**given, "kernels": each}) for each in ("hf", "reference"))
+            break
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [TRAINED, 2 * TRAINED])
+def test_methods_that_share_an_answer_give_the_same_bits(length, dtype):
+    """Answers are shared by their key alone, so equal keys must mean equal logits."""
+    by_key = {"null": [("plain", forward(make_in(dtype), tokens(length)))]}
+    for name, given in requests():
+        model = make_in(dtype)
+        handle = rope_patch.patch(model, name, **given)
+        key = json.dumps(_rotation_identity(handle, length, length), sort_keys=True)
+        by_key.setdefault(key, []).append((f"{name} {given}", forward(model, tokens(length))))
+    for (first, expected), *others in by_key.values():
+        for name, got in others:
+            assert got.equal(expected), f"{name} shares the answers of {first}"
+    shared = [sorted(name.split()[0] for name, _ in each) for each in by_key.values()]
+    assert len(by_key) > 5
+    if length == TRAINED:
+        assert {"plain", "dynamic-yarn", "rerope"} <= set(max(shared, key=len))
+    else:
+        assert ["dynamic-yarn", "yarn"] in shared
