@@ -13,7 +13,7 @@ import argparse
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -451,6 +451,28 @@ def read_architecture(package: Package, name: str) -> str | None:
 def read_engine(name: str, root: Path) -> dict[str, object]:
     """Return the version of an engine and what it reads, by transformers' model types."""
     package = Package(name, root)
+    reads = read_model_types(
+        lambda model_type, class_name: read_architecture(
+            package, model_type if name == "mlx" else class_name
+        )
+    )
+    reads |= _BY_HAND.get(name, {})
+    kinds = dict.fromkeys(kind for kind in KINDS if kind in reads.values())
+    return {
+        "version": package.version,
+        **{kind: sorted(m for m, read in reads.items() if read == kind) for kind in kinds},
+    }
+
+
+def read_model_types(
+    read: Callable[[str, str], str | None], has_inner_models: bool = True
+) -> dict[str, str | None]:
+    """Return what is read of every model type whose architectures agree.
+
+    Args:
+        read: Takes a model type and the name of one of its classes in transformers.
+        has_inner_models: Whether the engine picks the inner model of a composite by its config.
+    """
     causal, composite = (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -460,20 +482,13 @@ def read_engine(name: str, root: Path) -> dict[str, object]:
         if _text_type(model_type) is None:
             continue
         for class_name in [classes] if isinstance(classes, str) else classes:
-            reads = read_architecture(package, model_type if name == "mlx" else class_name)
-            rows.setdefault(model_type, set()).add(reads)
+            rows.setdefault(model_type, set()).add(read(model_type, class_name))
     for model_type in composite.keys() & rows.keys():
         text_type = _text_type(model_type)
-        if rows[model_type] == {None} and text_type in rows:
-            rows[model_type] = rows[text_type]  # the engine picks the inner model by its config
+        if has_inner_models and rows[model_type] == {None} and text_type in rows:
+            rows[model_type] = rows[text_type]
         rows.setdefault(text_type, rows[model_type])
-    reads = {model_type: next(iter(found)) for model_type, found in rows.items() if len(found) == 1}
-    reads |= _BY_HAND.get(name, {})
-    kinds = dict.fromkeys(kind for kind in KINDS if kind in reads.values())
-    return {
-        "version": package.version,
-        **{kind: sorted(m for m, read in reads.items() if read == kind) for kind in kinds},
-    }
+    return {model_type: next(iter(found)) for model_type, found in rows.items() if len(found) == 1}
 
 
 @cache

@@ -15,6 +15,7 @@ from typing import Any
 from rope_patch.exporting.target import Target
 
 _TABLE = Path(__file__).with_suffix(".json")
+_KINDS = ("scaling", "theta", "transformers", "flags", "full attention")
 
 
 @cache
@@ -31,14 +32,26 @@ def what_engine_reads(target: Target, engine: str) -> str | None:
     """Return what an engine's model file reads.
 
     Returns:
-        "scaling" (theta, too), "theta", "transformers" (the engine runs transformers' own model),
-        or None where it reads neither or that is unknown.
+        "scaling" (theta, too), "theta", "transformers" (the engine runs transformers' own model);
+        for llama.cpp also "flags" (its converter writes neither into a file) and "full attention"
+        (as "scaling", but no window takes it); or None where it reads neither or that is unknown.
     """
     for model_type in dict.fromkeys((target.config.model_type, target.model_type)):
-        for kind, model_types in _table()[engine].items():
-            if kind != "version" and model_type in model_types:
+        for kind in _KINDS:
+            if model_type in _table()[engine].get(kind, ()):
                 return kind
     return None
+
+
+def what_graph_reads(architecture: str) -> str | None:
+    """Return what llama.cpp's graph of a GGUF file's architecture takes from the file.
+
+    Returns:
+        "scaling" or "full attention", as in `what_engine_reads`; None where that is unknown.
+    """
+    graphs = _table()["llama.cpp"]["graphs"]
+    kinds = (kind for kind in ("scaling", "full attention") if architecture in graphs[kind])
+    return next(kinds, None)
 
 
 def require_fields_are_read(target: Target, engine: str) -> None:
@@ -48,7 +61,7 @@ def require_fields_are_read(target: Target, engine: str) -> None:
         raise target.refuse(
             engine,
             f"{name} has no model of {target.model_type} that is known to read rope_theta and a "
-            "scaling from the fields that are written; use transformers with rope_patch",
+            "scaling from what is written; use transformers with rope_patch",
         )
     if reads == "theta" and any(r.scaling != "default" for r in target.rotations.values()):
         raise target.refuse(

@@ -15,6 +15,9 @@ common/arg.cpp and conversion/, 2026-10):
   number of tensors"). It fails on the tensor for Gemma, gpt-oss, Granite and OLMo.
 - Stretches in the file multiply those of the flags.
 - llama-server limits -c to the context length in the file.
+
+What its graph and its converter read for an architecture is in engine_fields.json. The converter
+writes no field of a rotation for Gemma and Gemma 2, for example.
 """
 
 from __future__ import annotations
@@ -23,6 +26,11 @@ from typing import Any
 
 import torch
 
+from rope_patch.exporting.engine_fields import (
+    engine_version,
+    require_fields_are_read,
+    what_engine_reads,
+)
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.rotation import LayerRotation
 from rope_patch.exporting.target import Target
@@ -66,7 +74,8 @@ def export(target: Target) -> Export:
     """
     target.require_static(NAME)
     rotation = _single_rotation(target)
-    flags, fields = _flags(target, rotation), _fields(target, rotation)
+    flags = _flags(target, rotation)
+    fields = _fields(target, rotation) if _are_fields_written(target, flags) else None
     tensors: dict[str, list[float]] = {}
     if flags is None and fields is None:
         tensors = {_STRETCH_TENSOR: _checked_stretch(target, rotation)}
@@ -108,6 +117,30 @@ def export(target: Target) -> Export:
     )
 
 
+def _are_fields_written(target: Target, flags: list[str] | None) -> bool:
+    """Return whether llama.cpp's converter writes the fields of a rotation into a file.
+
+    Raises:
+        ValueError: llama.cpp's graph does not rotate every layer by them, or neither flags nor
+            fields reach it.
+    """
+    require_fields_are_read(target, NAME)
+    reads, version = what_engine_reads(target, NAME), f"{NAME} {engine_version(NAME)}"
+    if reads == "full attention" and not target.layers_differ and target.has_windows:
+        raise target.refuse(
+            NAME,
+            f"in {version} the sliding windows of {target.model_type} take no scaling and no theta "
+            "of the other layers; use vLLM or transformers",
+        )
+    if reads == "flags" and flags is None:
+        raise target.refuse(
+            NAME,
+            f"the converter of {version} writes no field of a rotation for {target.model_type}, "
+            "and no flags say the same for every layer; use vLLM or transformers",
+        )
+    return reads != "flags"
+
+
 def _single_rotation(target: Target) -> LayerRotation:
     """Return the one rotation that flags and fields can set."""
     rotations = target.rotations
@@ -135,8 +168,7 @@ def _single_rotation(target: Target) -> LayerRotation:
 
 
 def _flags(target: Target, rotation: LayerRotation) -> list[str] | None:
-    layer_types = getattr(target.text, "layer_types", None) or []
-    if not target.layers_differ and "sliding_attention" in layer_types:
+    if not target.layers_differ and target.has_windows:
         return None
     if _has_untruncated_ramp(rotation):
         return None

@@ -290,6 +290,11 @@ class Target:
         """Return whether layer types have different rotations."""
         return None not in self.rotations
 
+    @property
+    def has_windows(self) -> bool:
+        """Return whether some layers have a sliding window, by the config's layer types."""
+        return "sliding_attention" in (getattr(self.text, "layer_types", None) or [])
+
     def fields(self, all_parameters: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
         """Return the fields of `config.json` for `rope_parameters`, nested as in transformers 5.
 

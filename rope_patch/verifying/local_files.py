@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rope_patch.exporting.engine_fields import engine_version, what_graph_reads
 from rope_patch.pretrained.gguf_rotation import GgufRotationError
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.sidecar import patch_to_restore
@@ -56,6 +57,23 @@ def _read_gguf(path: Path, loading: dict[str, Any]) -> Any:
             "http://localhost:8000"
         )
     try:
-        return read_model(path.parent, gguf_file=path.name, **loading)
+        model = read_model(path.parent, gguf_file=path.name, **loading)
     except GgufRotationError as error:
         raise CannotVerify(str(error)) from error
+    if getattr(model.config.get_text_config(decoder=True), "rope_parameters", None):
+        _require_known_graph(path)
+    return model
+
+
+def _require_known_graph(path: Path) -> None:
+    """Raise unless llama.cpp rotates every query and key by what a GGUF file says."""
+    from gguf import GGUFReader
+
+    architecture = str(GGUFReader(str(path)).fields["general.architecture"].contents())
+    if what_graph_reads(architecture) is None:
+        raise CannotVerify(
+            f"{path} is of the architecture {architecture!r}, which llama.cpp "
+            f"{engine_version('llama.cpp')} is not known to rotate by what its files say, so this "
+            "model in transformers would stand for another: verify the server that runs the file, "
+            "by its address"
+        )

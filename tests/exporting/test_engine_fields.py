@@ -1,6 +1,6 @@
 """Test what is known of the fields that engines' model files read, and how it is read."""
 
-import importlib.util
+import importlib
 import sys
 import textwrap
 from pathlib import Path
@@ -9,17 +9,17 @@ import pytest
 from architectures.tiny_architectures import tiny_model
 
 import rope_patch
-from rope_patch.exporting import engine_fields, mlx
+from rope_patch.exporting import engine_fields, llama_cpp, mlx
 
-GENERATOR = Path(__file__).parents[2] / "docs" / "generate" / "engine_fields.py"
+GENERATE = Path(__file__).parents[2] / "docs" / "generate"
 
 
-def load_generator():
-    spec = importlib.util.spec_from_file_location("engine_fields_generator", GENERATOR)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
+def load_generator(name="engine_fields"):
+    sys.path.insert(0, str(GENERATE))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(GENERATE))
 
 
 def export(model_type, engine, method="yarn", **options):
@@ -108,6 +108,153 @@ def test_transformers_4_gets_the_head_dim_that_its_config_lacks():
     model = tiny_model("mixtral", head_dim=None)
     rope_patch.patch(model, "yarn", factor=4.0, kernels="hf")
     assert rope_patch.export(model, "transformers4").config["head_dim"] == 16
+
+
+# -- llama.cpp -------------------------------------------------------------------------------------
+
+
+def test_llama_cpps_converter_writes_no_rotation_for_gemma():
+    """Without fields, Gemma takes flags; Gemma 2's windows take none, and nothing else is left."""
+    exported = export("gemma", "llama.cpp")
+    assert not exported.config
+    assert "--rope-scaling" in exported.arguments
+    with pytest.raises(ValueError, match=r"converter of llama\.cpp .* writes no field .* gemma2"):
+        export("gemma2", "llama.cpp")
+
+
+@pytest.mark.parametrize("model_type", ["afmoe", "cohere2"])
+def test_windows_that_take_the_files_scaling_have_fields_alone(model_type):
+    exported = export(model_type, "llama.cpp", "ntk")
+    assert exported.config
+    assert "--rope-freq-base" not in exported.arguments
+
+
+def test_llama_cpp_refuses_what_it_has_no_graph_of():
+    with pytest.raises(ValueError, match=r"llama\.cpp 0\.5\.0 .* has no model of moshi"):
+        export("moshi", "llama.cpp", "ntk")
+
+
+def test_names_and_tensors_of_the_exporter_are_in_the_table():
+    table = engine_fields._table()["llama.cpp"]
+    graphs = {name for kind in ("scaling", "full attention") for name in table["graphs"][kind]}
+    read = {m for kind in ("scaling", "flags", "full attention") for m in table[kind]}
+    for model_type, name in llama_cpp._ARCHITECTURES.items():
+        assert name in graphs
+        assert model_type in read
+    assert set(llama_cpp._STRETCH_ARCHITECTURES) <= set(table["graphs"]["stretches"])
+    assert "gemma2" in table["flags"]
+    assert "gemma3_text" in table["full attention"]
+    assert "bloom" not in graphs
+
+
+_CALL = (
+    "Q = ggml_rope_ext(ctx0, Q, inp_pos, {factors}, n_rot, rope_type, n_ctx_orig, {numbers}, "
+    "beta_fast, beta_slow);"
+)
+_WHOLE = "freq_base, freq_scale, ext_factor, attn_factor"
+_PICKED = "freq_base_l, freq_scale_l, ext_factor, attn_factor"
+_COPIED = """
+    hparams.rope_freq_base_train_swa  = hparams.rope_freq_base_train;
+    hparams.rope_freq_scale_train_swa = hparams.rope_freq_scale_train;
+"""
+
+
+def write_llama_cpp(root, calls, loading=""):
+    """Write a source with an architecture `mine`, and `other`, which takes the graph of `mine`."""
+    models = root / "src" / "models"
+    models.mkdir(parents=True)
+    (root / "src" / "llama-arch.cpp").write_text(
+        '    { LLM_ARCH_MINE,  "mine"  },\n    { LLM_ARCH_OTHER, "other-one" },\n'
+    )
+    (root / "src" / "llama-model.cpp").write_text(
+        "case LLM_ARCH_MINE:\n return new llama_model_mine(params);\n"
+        "case LLM_ARCH_OTHER:\n return new llama_model_other(params);\n"
+    )
+    (models / "models.h").write_text(
+        "struct llama_model_mine : public llama_model_base {\n};\n"
+        "struct llama_model_other : public llama_model_base {\n"
+        "    using graph = llama_model_mine::graph;\n};\n"
+    )
+    (models / "mine.cpp").write_text(
+        f"void llama_model_mine::load_arch_hparams() {{{loading}}}\n"
+        f"llama_model_mine::graph::graph() {{ // ggml_rope_ext(a comment)\n{calls}\n}}\n"
+    )
+    (models / "other.cpp").write_text(
+        f"void llama_model_other::load_arch_hparams() {{{loading}}}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "loading", "kind"),
+    [
+        ([_WHOLE], "", "scaling"),
+        ([_WHOLE, "freq_base, 1.0, 0.0f, 1.0"], "", "full attention"),
+        ([_PICKED], "", "full attention"),
+        ([_PICKED], _COPIED, "scaling"),
+        ([_WHOLE, "10000.0f, freq_scale, ext_factor, attn_factor"], "", None),
+        (["freq_base, freq_scale, 0.0f, attn_factor"], "", None),
+        ([], "", None),
+    ],
+)
+def test_graphs_are_read_by_the_arguments_of_their_rotations(tmp_path, numbers, loading, kind):
+    generator = load_generator("llama_cpp_fields")
+    calls = "\n".join(_CALL.format(factors="nullptr", numbers=each) for each in numbers)
+    write_llama_cpp(tmp_path, calls, loading)
+    assert generator.Graphs(tmp_path).kinds == {"mine": kind, "other-one": kind}
+
+
+@pytest.mark.parametrize("factors", ["rope_factors", "model.get_rope_factors(cparams, il)", "NULL"])
+def test_graphs_that_take_stretches_are_named(tmp_path, factors):
+    generator = load_generator("llama_cpp_fields")
+    loading = "create_tensor(tn(LLM_TENSOR_ROPE_FREQS));"
+    write_llama_cpp(tmp_path, _CALL.format(factors=factors, numbers=_WHOLE), loading)
+    expected = [] if factors == "NULL" else ["mine", "other-one"]
+    assert generator.Graphs(tmp_path).stretched == expected
+
+
+def test_converters_write_a_rotation_where_they_lead_to_the_text_models(tmp_path):
+    generator = load_generator("llama_cpp_fields")
+    (tmp_path / "conversion").mkdir()
+    (tmp_path / "gguf-py" / "gguf").mkdir(parents=True)
+    (tmp_path / "gguf-py" / "gguf" / "constants.py").write_text(
+        'NAMES = {\n    MODEL_ARCH.MINE:      "mine",\n    MODEL_ARCH.OTHER: "other-one",\n}\n'
+    )
+    (tmp_path / "conversion" / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            @ModelBase.register("MineForCausalLM", "Mine")
+            class MineModel(TextModel):
+                model_arch = gguf.MODEL_ARCH.MINE
+                def set_gguf_parameters(self):
+                    super().set_gguf_parameters()
+            @ModelBase.register("OtherForCausalLM")
+            class OtherModel(MineModel):
+                model_arch = gguf.MODEL_ARCH.OTHER
+                def set_gguf_parameters(self):
+                    self.gguf_writer.add_context_length(1)
+            @ModelBase.register("HeirForCausalLM")
+            class HeirModel(OtherModel):
+                def set_gguf_parameters(self):
+                    MineModel.set_gguf_parameters(self)
+            @ModelBase.register("MineForCausalLM")
+            class MineVisionModel(MmprojModel):
+                pass
+            """
+        )
+    )
+    converters = generator.Converters(tmp_path)
+    found = {
+        name: (converters.file_architecture(name), converters.writes(name))
+        for name in map(
+            converters.text_class, ("MineForCausalLM", "OtherForCausalLM", "HeirForCausalLM")
+        )
+    }
+    assert found == {
+        "MineModel": ("mine", True),
+        "OtherModel": ("other-one", False),
+        "HeirModel": ("other-one", True),
+    }
+    assert converters.text_class("AbsentForCausalLM") is None
 
 
 # -- the table -------------------------------------------------------------------------------------

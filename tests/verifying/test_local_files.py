@@ -8,6 +8,7 @@ import torch
 from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, TRAINED, YARN, configured
 
 import rope_patch
+from rope_patch.verifying import local_files
 from rope_patch.verifying.engine import CannotVerify
 
 pytest.importorskip("gguf")
@@ -41,6 +42,14 @@ def test_gguf_file_with_stretches(tmp_path):
     stretches = torch.full((16,), FACTOR)
     write_gguf(TINY, tmp_path / "tiny.gguf", LONGEST, stretches=stretches)
     assert verify(tmp_path / "tiny.gguf").verdict.explains == ("linear-4",)
+
+
+def test_gguf_file_that_llama_cpp_rotates_otherwise_is_refused(tmp_path, monkeypatch):
+    """llama.cpp has a graph of each architecture that transformers reads: take Llama's away."""
+    write_gguf(TINY, tmp_path / "tiny.gguf", LONGEST, scaling=YARN)
+    monkeypatch.setattr(local_files, "what_graph_reads", lambda name: None)
+    with pytest.raises(CannotVerify, match=r"'llama', which llama\.cpp 0\.5\.0 .* not known"):
+        verify(tmp_path / "tiny.gguf")
 
 
 @pytest.mark.parametrize("case", ["as asked", "factor ignored"])
