@@ -1,4 +1,4 @@
-"""Measure the effect of patches on a tiny random model of one architecture."""
+"""Measure the effect of patches on a tiny random model of one architecture, in eager attention."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from torch import nn
 import rope_patch
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.rope_config import by_layer_type, config_rope_type
-from rope_patch.transformers_api.caches import cache_in_output
-from rope_patch.transformers_api.forwards import cache_arguments
 
 FACTOR = 4
 SHORT, LONG = 40, 150
@@ -31,14 +29,12 @@ class Row:
         rotation: The special features of its rotation.
         static: "patched" for `yarn` and `linear`, or the reason of the refusal.
         dynamic: The same for `dynamic-yarn`.
-        mapped: The same for `rerope`.
     """
 
     model_type: str
     rotation: str
     static: str
     dynamic: str
-    mapped: str
 
     def to_dict(self) -> dict[str, str]:
         """Return the row as plain data."""
@@ -52,20 +48,19 @@ def measure(model_type: str) -> Row:
         AssertionError: An accepted patch has a wrong effect.
     """
     if not mentions_rotation(model_type):
-        return Row(model_type, "", "no rotary embedding", "", "")
+        return Row(model_type, "", "no rotary embedding", "")
     try:
         model = tiny_model(model_type)
         _logits(model, SHORT)
     except Exception as error:
-        return Row(model_type, "", f"not built: {_reason(error)}", "", "")
+        return Row(model_type, "", f"not built: {reason(error)}", "")
     static = _static(model)
     dynamic = _dynamic(model) if static == "patched" else ""
-    mapped = _mapped(model) if static == "patched" else ""
-    return Row(model_type, _rotation(model), static, dynamic, mapped)
+    return Row(model_type, _rotation(model), static, dynamic)
 
 
 def _static(model: Any) -> str:
-    buffers, scales = _buffers(model), _softmax_scales(model)
+    buffers, scales = inv_freq_buffers(model), _softmax_scales(model)
     try:
         before = _logits(model, LONG)
     except (IndexError, RuntimeError):  # its table of positions is shorter
@@ -73,8 +68,8 @@ def _static(model: Any) -> str:
     try:
         handle = rope_patch.patch(model, "linear", factor=FACTOR)
     except ValueError as error:
-        _assert_untouched(model, before, buffers)
-        return f"refused: {_reason(error)}"
+        assert_untouched(model, before, buffers)
+        return f"refused: {reason(error)}"
     # Linear scaling needs no formula: all frequencies are a quarter of the original ones.
     for rotary in find_rotaries(model):
         for kind, prefix in rotary.prefixes.items():
@@ -112,74 +107,34 @@ def _static(model: Any) -> str:
                 torch.testing.assert_close(live, inv_freq.float(), rtol=1e-6, atol=0)
     _assert_other(_logits(model, LONG), before)
     handle.undo()
-    _assert_untouched(model, before, buffers)
+    assert_untouched(model, before, buffers)
     return "patched"
 
 
 def _dynamic(model: Any) -> str:
-    short, long, buffers = _logits(model, SHORT), _logits(model, LONG), _buffers(model)
+    short, long, buffers = _logits(model, SHORT), _logits(model, LONG), inv_freq_buffers(model)
     geometry = next(iter(rope_patch.patching.check(model, "yarn", factor=2).geometries.values()))
     trained_length = None if geometry.trained_length == TRAINED else TRAINED
     try:
         handle = rope_patch.patch(model, "dynamic-yarn", trained_length=trained_length)
     except ValueError as error:
-        _assert_untouched(model, long, buffers)
-        return f"refused: {_reason(error)}"
+        assert_untouched(model, long, buffers)
+        return f"refused: {reason(error)}"
     patched_short = _logits(model, SHORT)
     _assert_other(_logits(model, LONG), long)
     handle.undo()
-    if _replaced(handle):  # short texts then have the rotation before the config's scaling
+    if replaces_scaling(handle):  # short texts then have the rotation before the config's scaling
         with rope_patch.patch(model, "default", factor=1, trained_length=trained_length):
             torch.testing.assert_close(patched_short, _logits(model, SHORT), rtol=0, atol=1e-5)
     else:
         assert torch.equal(patched_short, short)
-    _assert_untouched(model, long, buffers)
+    assert_untouched(model, long, buffers)
     assert_followed(model, _start)
-    _assert_untouched(model, long, buffers)
+    assert_untouched(model, long, buffers)
     return "patched"
 
 
-def _mapped(model: Any) -> str:
-    short, long, buffers = _logits(model, SHORT), _logits(model, LONG), _buffers(model)
-    geometry = next(iter(rope_patch.patching.check(model, "yarn", factor=2).geometries.values()))
-    trained_length = None if geometry.trained_length == TRAINED else TRAINED
-    is_stepwise = torch.allclose(_decoded(model), long, rtol=0, atol=1e-3)  # not with all experts
-    try:
-        handle = rope_patch.patch(model, "rerope", window=8, trained_length=trained_length)
-    except ValueError as error:
-        _assert_untouched(model, long, buffers)
-        return f"refused: {_reason(error)}"
-    mapped = _logits(model, LONG)
-    _assert_other(mapped, long)
-    if not _replaced(handle):
-        assert torch.equal(_logits(model, SHORT), short)
-    result = "patched"
-    if is_stepwise:
-        try:
-            torch.testing.assert_close(_decoded(model), mapped, rtol=0, atol=1e-3)
-        except ValueError as error:  # caches that transformers before 5.4 has for some models
-            result = f"refused with a cache: {_reason(error)}"
-    handle.undo()
-    _assert_untouched(model, long, buffers)
-    return result
-
-
-@torch.no_grad()
-def _decoded(model: Any) -> torch.Tensor:
-    """Return the logits of `_logits` for a long text, the last tokens one by one with a cache."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(4, 100, (1, LONG), generator=generator)
-    cache, parts = None, []
-    for part in ids.split([LONG - 6, *[1] * 6], 1):
-        output = model(input_ids=part, use_cache=True, **cache_arguments(model, cache))
-        cache = cache_in_output(output)
-        if cache is None:  # it is called otherwise, or there is none
-            return torch.full((1, LONG, 1), torch.nan)
-        parts.append(output.logits)
-    return torch.cat(parts, 1)
-
-
-def _replaced(handle: Any) -> bool:
+def replaces_scaling(handle: Any) -> bool:
     """Return whether an extension replaces the config's scaling."""
     original_parameters = by_layer_type(handle.original_config.rope_parameters)
     return any(
@@ -284,7 +239,8 @@ def _logits(model: Any, length: int) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False).logits
 
 
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def inv_freq_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of a model's frequencies, by name."""
     return {name: value.clone() for name, value in model.named_buffers() if "inv_freq" in name}
 
 
@@ -301,9 +257,10 @@ def _path(model: nn.Module, module: nn.Module, name: str) -> str:
     return next(f"{path}.{name}" for path, m in model.named_modules() if m is module)
 
 
-def _assert_untouched(model: Any, logits: torch.Tensor, buffers: dict[str, Any]) -> None:
+def assert_untouched(model: Any, logits: torch.Tensor, buffers: dict[str, Any]) -> None:
+    """Assert that a model has the logits of `_logits` and the frequencies that it had before."""
     assert torch.equal(_logits(model, logits.shape[1]), logits)
-    now = _buffers(model)
+    now = inv_freq_buffers(model)
     assert now.keys() == buffers.keys()
     assert all(torch.equal(now[name], buffers[name]) for name in now)
 
@@ -319,5 +276,6 @@ def _approximately(value: float) -> Any:
     return pytest.approx(value, rel=1e-9)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Return an error's message on one line."""
     return re.sub(r"\s+", " ", str(error) or type(error).__name__).strip()

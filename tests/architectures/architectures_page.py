@@ -1,7 +1,9 @@
 """Write docs/architectures.md from the stored measurements.
 
 `python tests/architectures/architectures_page.py` measures every architecture of the installed
-transformers in a few minutes and writes the page; columns of other versions stay.
+transformers in a few minutes and writes the page; columns of other versions stay. The tests call
+the same functions: `measure`, `measure_maps` and `measure_encoding`. `maps` as an argument measures
+the position maps alone.
 """
 
 from __future__ import annotations
@@ -9,13 +11,20 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import transformers
 
 HERE = Path(__file__).parent
+if str(HERE.parent) not in sys.path:  # where it is not pytest that runs this file
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import mapped_measurements as map_measurements  # noqa: E402
+
 MEASURED = HERE / "measured.json"
+MAPS = HERE / "measured_maps.json"
 ENCODINGS = HERE / "measured_encodings.json"
 PAGE = HERE.parents[1] / "docs" / "architectures.md"
 
@@ -27,20 +36,32 @@ encodings of positions [below](#encoders-and-other-encodings).
 `python tests/architectures/architectures_page.py` writes this page; `test_architectures_page.py`
 beside it checks it.
 
-"Patched: yes" means:
+"Patched: yes" means, in eager attention:
 
 - with `linear`, every frequency became the model's own divided by the factor;
 - with `yarn`, every frequency became what a second implementation of the formula gives;
 - the logits changed, and transformers' code and our kernels gave the same ones;
 - undoing the patch restored the logits, bit for bit.
 
-"Follows the length: yes" means that with `dynamic-yarn` short texts kept their logits, and those
-of long texts changed; and that, when a text with a cache outgrew its trained length, everything
-that was cached rotated had the new rotation, and nothing else changed. "no" means that the patch
-was refused with an error that says why, and that the model stayed as it was.
+"Follows the length: yes" means, in eager attention, that with `dynamic-yarn` short texts kept their
+logits, and those of long texts changed; and that, when a text with a cache outgrew its trained
+length, everything that was cached rotated had the new rotation, and nothing else changed. "no"
+means that the patch was refused with an error that says why, and that the model stayed as it was.
 
-"Positions mapped: yes" means that with `rerope` short texts kept their logits, bit for bit, those
-of long texts changed, and steps with a cache gave the logits of one pass.
+"Positions mapped" names the attentions under which an architecture was mapped: the one that it runs
+by default, and eager. Each ran each of MAPS, two layers of each type, and under each of them
+
+- short texts kept their logits, bit for bit, where the map replaces no scaling of the config;
+- in a long text, queries within the trained length kept their logits, and others changed;
+- chunks and steps with a cache gave the logits of one pass;
+- a padded row beside a longer one gave the logits of the row alone;
+- where a mask lets the first tokens see each other, too, queries within the trained length kept
+  their logits;
+- undoing the map restored the logits and frequencies, bit for bit;
+
+and SDPA and eager attention gave the same logits. "no" means that each map was refused with the
+same error under each, and that the model stayed as it was.
+[Some claims](#position-maps) are not asked, because the plain model does not do it either.
 """
 
 _ENCODINGS_HEAD = """## Encoders and other encodings
@@ -59,25 +80,36 @@ means that nothing but recurrence or the mask tells order, so that any length ca
 """
 
 
-def render(measured: dict[str, dict[str, Any]], encodings: dict[str, dict[str, Any]]) -> str:
+def render(
+    measured: dict[str, dict[str, Any]],
+    maps: dict[str, dict[str, Any]],
+    encodings: dict[str, dict[str, Any]],
+) -> str:
     """Return the page's text.
 
     Args:
         measured: Rows of architectures that generate text, by version of transformers.
+        maps: Rows of position maps, by version of transformers.
         encodings: Rows of all encodings, by version of transformers.
     """
-    versions = sorted(measured, key=_version_key, reverse=True)
+    versions = sorted(measured, key=version_key, reverse=True)
     newest = measured[versions[0]]
-    others = encodings[max(encodings, key=_version_key)]
+    mapped = {name: _mapped(row) for name, row in maps[versions[0]].items()}
+    others = encodings[max(encodings, key=version_key)]
+    # Architectures that the newest release has no more are in the counts, so they have rows, too.
+    latest = {
+        name: row for version in reversed(versions) for name, row in measured[version].items()
+    }
     rotating = [
         name
-        for name, row in newest.items()
+        for name, row in sorted(latest.items())
         if not _unrotated(row) and (name not in others or _rotates(others[name]))
     ]
     patched = {v: sum(_yes(row) for row in measured[v].values()) for v in versions}
-    lines = [_HEAD]
+    lines = [_HEAD.replace("MAPS", _listed(map_measurements.MAPS))]
     counts = ", ".join(f"{patched[v]} with transformers {v}" for v in versions)
-    lines += [f"Patched: {counts}.", ""]
+    in_all = sum(mapped.get(name, ("no", ""))[0] not in ("no", "") for name in rotating)
+    lines += [f"Patched: {counts}. Positions mapped: {in_all} with transformers {versions[0]}.", ""]
     heads = ["architecture", "rotation"]
     for version in versions:
         heads += [f"patched, {version}", "follows the length"]
@@ -85,19 +117,66 @@ def render(measured: dict[str, dict[str, Any]], encodings: dict[str, dict[str, A
             heads.append("positions mapped")
     lines += [_line(heads), _line([":--"] * 2 + [":-:"] * (len(heads) - 2))]
     for name in rotating:
-        cells = [f"`{name}`", newest[name]["rotation"]]
+        cells = [f"`{name}`", latest[name]["rotation"]]
         for version in versions:
             row = measured[version].get(name)
             cells += ["–", "–"] if row is None else [_short(row["static"]), _short(row["dynamic"])]
             if version == versions[0]:
-                cells.append(_short(newest[name]["mapped"]))
+                cells.append(mapped.get(name, ("", ""))[0])
         lines.append(_line(cells))
     lines += ["", "## Why not", ""]
-    lines += _reasons(newest, rotating, "static", "Refused")
-    lines += _reasons(newest, rotating, "dynamic", "Refused for methods that follow the length")
-    lines += _reasons(newest, rotating, "mapped", "Refused for position maps")
+    in_newest = [name for name in rotating if name in newest]
+    lines += _reasons(newest, in_newest, "static", "Refused")
+    lines += _reasons(newest, in_newest, "dynamic", "Refused for methods that follow the length")
+    refused = {name: {"mapped": why} for name, (_, why) in mapped.items()}
+    lines += _reasons(refused, list(refused), "mapped", "Refused for position maps")
+    lines += _map_lines({name: cell for name, (cell, _) in mapped.items()})
     lines += _encoding_lines({n: row for n, row in others.items() if n not in rotating})
     return "\n".join(lines)
+
+
+def _mapped(row: dict[str, str]) -> tuple[str, str]:
+    """Return the attentions that an architecture was mapped under, or "no", and why."""
+    statuses = {status for method, status in row.items() if method != "attentions"}
+    if statuses == {"patched"}:
+        return row["attentions"], "patched"
+    return "no", "; ".join(sorted(statuses - {"patched"}))
+
+
+def _map_lines(cells: dict[str, str]) -> list[str]:
+    """Return what was mapped beside the default configs, and which claims are not asked."""
+    lines = ["## Position maps", ""]
+    lines += ["With other fields of the config than the default ones:", ""]
+    lines += [_line(["architecture", "fields", "positions mapped"]), _line([":--"] * 2 + [":-:"])]
+    for name, fields in map_measurements.FLAGS.items():
+        written = ", ".join(f"`{field}={value!r}`" for field, value in fields.items())
+        lines.append(_line([f"`{map_measurements.model_type_of(name)}`", written, cells[name]]))
+    lines += [
+        "",
+        f"With a map, {_listed(sorted(map_measurements.PADDING_REFUSED))} refuses padding ahead of "
+        "tokens,",
+        "because its indexer takes a token's position for its slot. Short texts of "
+        f"{_listed(sorted(map_measurements.ROUNDED))} differ from the plain",
+        "model's by rounding (below 1e-5) under SDPA, and have the same bits in eager attention.",
+        "",
+        "What transformers' own models do not do, mapped ones are not asked:",
+        "",
+    ]
+    for claim, names in (
+        ("chunks with a cache give other logits than one pass", map_measurements.NOT_STEPWISE),
+        ("a padded row gives other logits than the row alone", map_measurements.NOT_PADDED),
+        ("SDPA gives other logits than eager attention", map_measurements.NOT_ALIKE),
+        (
+            "a query sees later tokens, which are mapped, so it changes within the trained length",
+            map_measurements.BIDIRECTIONAL,
+        ),
+    ):
+        lines.append(f"- {_listed(sorted(names))}: {claim}")
+    return [*lines, ""]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _encoding_lines(rows: dict[str, Any]) -> list[str]:
@@ -136,7 +215,7 @@ def _reasons(rows: dict[str, Any], names: list[str], column: str, title: str) ->
             groups.setdefault(_general(status), []).append(name)
     lines = [f"**{title}:**", ""]
     for reason, members in sorted(groups.items(), key=lambda pair: (-len(pair[1]), pair[0])):
-        lines.append(f"- {', '.join(f'`{m}`' for m in members)}: {reason}")
+        lines.append(f"- {_listed(members)}: {reason}")
     return [*lines, ""]
 
 
@@ -165,7 +244,8 @@ def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _version_key(version: str) -> tuple[int, ...]:
+def version_key(version: str) -> tuple[int, ...]:
+    """Return what orders versions."""
     return tuple(int(part) for part in version.split("."))
 
 
@@ -176,23 +256,33 @@ def _write() -> None:
     from architectures.tiny_architectures import model_types
     from tqdm import tqdm
 
-    measured = json.loads(MEASURED.read_text()) if MEASURED.is_file() else {}
-    rows = {name: measure(name).to_dict() for name in tqdm(model_types())}
-    for row in rows.values():
-        del row["model_type"]
-    measured[transformers.__version__] = rows
-    MEASURED.write_text(json.dumps(measured, indent=1, sort_keys=True) + "\n")
-    encodings = json.loads(ENCODINGS.read_text()) if ENCODINGS.is_file() else {}
-    encodings[transformers.__version__] = {
-        name: measure_encoding(name).to_dict()
-        for name in tqdm(text_model_types())
-        if name not in rows or not _yes(rows[name])
-    }
-    ENCODINGS.write_text(json.dumps(encodings, indent=1, sort_keys=True) + "\n")
-    PAGE.write_text(render(measured, encodings))
+    if sys.argv[1:] != ["maps"]:
+        rows = {name: measure(name).to_dict() for name in tqdm(model_types())}
+        for row in rows.values():
+            del row["model_type"]
+        _stored(MEASURED, rows)
+        _stored(
+            ENCODINGS,
+            {
+                name: measure_encoding(name).to_dict()
+                for name in tqdm(text_model_types())
+                if name not in rows or not _yes(rows[name])
+            },
+        )
+    measured, encodings = json.loads(MEASURED.read_text()), json.loads(ENCODINGS.read_text())
+    names = map_measurements.mapped_names(measured[transformers.__version__])
+    maps = _stored(MAPS, {name: map_measurements.measure_maps(name) for name in tqdm(names)})
+    PAGE.write_text(render(measured, maps, encodings))
+
+
+def _stored(file: Path, rows: dict[str, Any]) -> dict[str, Any]:
+    """Write the rows of the installed transformers, and return those of all versions."""
+    stored: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    stored[transformers.__version__] = rows
+    file.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+    return stored
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
     transformers.logging.set_verbosity_error()
     _write()

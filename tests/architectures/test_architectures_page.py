@@ -13,6 +13,7 @@ from architectures.tiny_architectures import model_types
 MEASURED = json.loads(page.MEASURED.read_text())
 INSTALLED_ROWS = MEASURED.get(transformers.__version__)
 
+MAPS = json.loads(page.MAPS.read_text())
 ENCODINGS = json.loads(page.ENCODINGS.read_text())
 # One of each way to keep positions, and of each reason for a refusal; all others are slow tests.
 QUICK = (
@@ -58,7 +59,7 @@ def test_architecture_is_patched_or_refused_as_on_the_page(model_type):
         assert row["static"] == "patched" or ":" in row["static"] or row["static"].startswith("no ")
     elif not INSTALLED_ROWS[model_type]["static"].startswith("not built"):  # needs other packages
         stored = INSTALLED_ROWS[model_type]
-        assert {name: row[name] for name in stored} == stored  # old rows have fewer columns
+        assert row == stored
 
 
 def encoding_types():
@@ -80,7 +81,7 @@ def test_encoding_is_extended_or_refused_as_on_the_page(model_type):
 
 
 def test_page_matches_the_measurements():
-    assert page.PAGE.read_text() == page.render(MEASURED, ENCODINGS)
+    assert page.PAGE.read_text() == page.render(MEASURED, MAPS, ENCODINGS)
 
 
 def test_most_encodings_are_extended_and_all_refusals_have_a_reason():
@@ -99,10 +100,41 @@ def test_at_least_80_architectures_are_patched(version):
 def test_refusals_have_a_reason():
     for rows in MEASURED.values():
         for row in rows.values():
-            for status in (row["static"], row["dynamic"], row.get("mapped", "")):
+            for status in (row["static"], row["dynamic"]):
                 is_known = status in ("", "patched", "no rotary embedding")
                 assert (
                     is_known
                     or status.startswith("not built: ")
                     or len(status) > len("refused: ") + 30
                 )
+
+
+def test_refusals_of_maps_have_a_reason():
+    for rows in MAPS.values():
+        for row in rows.values():
+            for method in row.keys() - {"attentions"}:
+                status = row[method]
+                assert status == "patched" or len(status) > len("refused: ") + 30
+
+
+def test_page_counts_the_rows_that_it_shows():
+    heads, _, *rows = [line for line in page.PAGE.read_text().splitlines() if line[:2] == "| "]
+    columns = heads.strip("| ").split(" | ")
+    for version, measured in MEASURED.items():
+        column = columns.index(f"patched, {version}")
+        shown = [row.split(" | ")[column] for row in rows if row.count("|") == heads.count("|")]
+        assert shown.count("yes") == sum(row["static"] == "patched" for row in measured.values())
+
+
+def test_readme_has_the_numbers_of_the_page():
+    newest, *_ = versions = sorted(MEASURED, key=page.version_key, reverse=True)
+    patched = {v: sum(row["static"] == "patched" for row in MEASURED[v].values()) for v in versions}
+    mapped = [
+        name
+        for name, row in MAPS[newest].items()
+        if name in MEASURED[newest] and row["self-extend"] == "patched"
+    ]
+    text = (page.PAGE.parents[1] / "README.md").read_text()
+    assert f"[{patched[newest]} architectures](docs/architectures.md) of transformers" in text
+    assert f"{patched['5.0.0']} of 5.0, each tested" in text
+    assert f"| position maps | [{len(mapped)} architectures](docs/architectures.md)" in text

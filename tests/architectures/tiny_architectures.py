@@ -37,7 +37,7 @@ _SIZES: list[tuple[str, int]] = [
     (r"(mamba|linear|conv|ssm|time).*(n_heads|num.*heads)|mamba_n_heads|n_mamba_heads", 8),
     (r"(num.*heads|n_heads?|num_head|n_head)$", 4),
     (r"(num_experts_per_tok|top_k|topk|moe_topk|num_experts_per_token)$", 2),
-    (r"(n_group|topk_group|n_groups|num_groups|mamba_n_groups|expert_groups)$", 1),
+    (r"(n_group|topk_group|n_groups|num_groups|mamba_n_groups|expert_groups?)$", 1),
     (r"(n_shared_experts|num_shared_experts)$", 1),
     (r"(num.*experts|n_routed_experts|moe_num_experts|num_local_experts|zero_expert_num)$", 4),
     (r"(first_k_dense_replace|num_dense_layers|num_kv_shared_layers|moe_layer_start_index)$", 1),
