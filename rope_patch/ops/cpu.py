@@ -133,7 +133,10 @@ def _rotate_both(
         return _rotate_joined(q, k, cos, sin, layout)
     if layout.wide:
         cos, sin = _upcast(cos), _upcast(sin)
-    rotated = [x if x is None or may_overwrite else torch.empty_like(x) for x in (q, k)]
+    rotated = [
+        x if x is None or (may_overwrite and not _is_joined_anew(x, cos)) else _output(x, cos)
+        for x in (q, k)
+    ]
     for x, out in zip((q, k), rotated, strict=True):
         if x is not None and x.numel() and cos.numel():
             _rotate_into(out, x, cos, sin, layout)
@@ -148,7 +151,23 @@ def _rotate_joined(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, layout:
     _add_products(_pairs(part.mul_(cos), layout), _pairs(by_sin, layout), layout)
     heads = (q.shape[layout.heads_dim], k.shape[layout.heads_dim])
     rotated_q, rotated_k = wide.split_with_sizes(heads, dim=layout.heads_dim)
-    return torch.empty_like(q).copy_(rotated_q), torch.empty_like(k).copy_(rotated_k)
+    return _output(q, cos).copy_(rotated_q), _output(k, cos).copy_(rotated_k)
+
+
+def _output(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+    """Return memory for a rotated tensor, laid out as transformers' code lays it out."""
+    if _is_joined_anew(x, cos):
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.empty_like(x)
+
+
+def _is_joined_anew(x: torch.Tensor, cos: torch.Tensor) -> bool:
+    """Return whether transformers' code changes the layout of a tensor that it rotates.
+
+    It joins the part of a head that rotates and the rest, and SDPA rounds otherwise where the
+    numbers of a head do not lie side by side (Zaya).
+    """
+    return cos.shape[-1] < x.shape[-1] and x.stride(-1) != 1
 
 
 def _rotate_into(

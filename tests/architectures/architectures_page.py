@@ -155,9 +155,7 @@ def _map_lines(cells: dict[str, str]) -> list[str]:
         "",
         f"With a map, {_listed(sorted(map_measurements.PADDING_REFUSED))} refuses padding ahead of "
         "tokens,",
-        "because its indexer takes a token's position for its slot. Short texts of "
-        f"{_listed(sorted(map_measurements.ROUNDED))} differ from the plain",
-        "model's by rounding (below 1e-5) under SDPA, and have the same bits in eager attention.",
+        "because its indexer takes a token's position for its slot.",
         "",
         "What transformers' own models do not do, mapped ones are not asked:",
         "",

@@ -59,8 +59,6 @@ NOT_PADDED = {"doge", "gemma, bidirectional"}
 NOT_ALIKE = {"gemma, bidirectional"}
 # Mapped models refuse padding ahead of tokens where an indexer takes positions for slots.
 PADDING_REFUSED = {"minimax_m3_vl_text, sparse"}
-# Mapped models whose short texts are rounded otherwise than the plain model's under SDPA.
-ROUNDED = {"zaya"}
 
 
 def mapped_names(rows: dict[str, Any]) -> list[str]:
@@ -137,8 +135,7 @@ def _measure_under(
     assert difference(got, plain) > 1e-3
     if not replaces_scaling(handle):
         short = one_pass(model, ids[:, :WITHIN])
-        is_rounded = name in ROUNDED and implementation == "sdpa"
-        assert difference(short, within) < 1e-5 if is_rounded else torch.equal(short, within)
+        assert torch.equal(short, within)
     if name not in BIDIRECTIONAL:  # else later tokens, which are mapped, reach all others
         assert difference(got[:, :first], plain[:, :first]) < CLOSE
     if name not in NOT_STEPWISE:

@@ -131,6 +131,23 @@ def as_tokens_first(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+@pytest.mark.parametrize("tokens", [1, 49])
+@pytest.mark.parametrize("layout", ["llama", "cohere", "phi3", "glm"])
+def test_heads_lie_in_memory_as_in_transformers(layout, tokens):
+    """SDPA takes other kernels where the last stride is not 1, as that of Zaya's queries."""
+    modeling = importlib.import_module(f"transformers.models.{layout}.modeling_{layout}")
+    q, k = (heads(4, tokens).mT.contiguous().mT for _ in range(2))
+    interleaved, rotary_dim = layout in ("cohere", "glm"), 96 if layout in ("phi3", "glm") else 128
+    cos, sin = full_tables(tokens, rotary_dim, interleaved=interleaved)
+    given = [c[..., ::2].repeat(1, 1, 2) if layout == "glm" else c for c in (cos, sin)]
+    expected = modeling.apply_rotary_pos_emb(q, k, *given)
+    for rotated, native in zip(
+        rope_from_cos_sin(q, k, cos, sin, interleaved=interleaved), expected, strict=True
+    ):
+        assert rotated.equal(native)
+        assert rotated.stride(-1) == native.stride(-1)
+
+
 def as_packed(x):
     """Return a copy that is a slice of one tensor for queries, keys and values."""
     wide = torch.zeros(x.shape[0], x.shape[2], x.shape[1], 3 * x.shape[3], dtype=x.dtype)
