@@ -55,6 +55,7 @@ KNOWN_KEYS = frozenset(
         *("low_freq_factor", "high_freq_factor", "extrapolation_factor", "finetuned"),
         *("long_factor", "short_factor", "long_mscale", "short_mscale"),
         *("mrope_section", "mrope_interleaved", "llama_4_scaling_beta"),
+        "max_position_embeddings",  # nothing reads it, but Ministral 3's configs have it
     )
 )
 _NEAR = 0.75  # how alike a misspelt key and a known one are, from 0 to 1

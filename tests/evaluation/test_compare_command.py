@@ -38,7 +38,7 @@ def test_compare_measures_the_plain_model_first_and_prints_the_report_path(compa
     assert results["run"]["command"].startswith(f"rope-patch compare {TINY} --method yarn,none")
     assert "1 of 2 methods done" in result.stderr
     first = result.stderr.splitlines()[0]
-    assert first.startswith("plan: this run cannot decide which method is better: it has one text")
+    assert first.startswith("plan: this run cannot decide which method is better: it has 2 texts")
 
 
 def test_report_is_rebuilt_from_stored_results(compare_run, tmp_path):

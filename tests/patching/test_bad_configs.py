@@ -226,10 +226,10 @@ def test_exports_of_impossible_configs_are_refused(parameters, message):
 
 
 def test_log_n_needs_a_trained_length_with_a_logarithm():
-    model = make_model("llama")
-    rope_patch.patch(model, "linear", factor=4, temperature="log-n", trained_length=1)
     with pytest.raises(ValueError, match=r"'log-n' divides by ln\(trained_length\).*got 1"):
-        logits(model)
+        rope_patch.patch(
+            make_model("llama"), "linear", factor=4, temperature="log-n", trained_length=1
+        )
 
 
 @pytest.mark.parametrize(

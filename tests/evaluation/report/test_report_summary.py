@@ -69,7 +69,7 @@ def test_too_few_samples_are_reported() -> None:
     by_likelihood, by_accuracy, *_ = sentences_of(
         make_results({"none": (1, 0), "yarn ×2": (1, 1)}, count=5)
     )
-    assert by_likelihood.startswith("At 8,192 tokens yarn ×2 makes the right answers likelier")
+    assert by_likelihood.startswith("This run has too few texts to say (6 decide) whether yarn ×2")
     assert "is not shown to be usable" in by_accuracy
     assert "n at 6,144 (n = 5) is too small to tell how much of the plain" in by_accuracy
 
