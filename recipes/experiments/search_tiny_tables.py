@@ -41,6 +41,8 @@ def verdict(against: dict[str, Any] | None, metric: str) -> str:
     if against is None:
         return "failed"
     low, high = against["interval"]
+    if None in (low, high) and metric == "nll":  # too few texts for a bound
+        return "open"
     if metric == "nll" and low == high == 0:
         return "same"
     if metric == "nll":
@@ -127,8 +129,9 @@ def held_out_table(case: Case) -> str:
         if name == "yarn":
             cells += [""] * 4
         else:
-            low, high = against["interval"]
-            cells += [f"{against['nll']:+.4f}", f"{low:+.4f} to {high:+.4f}"]
+            bounds = against["interval"]  # None where texts are too few for a bound
+            interval = "none" if None in bounds else "{:+.4f} to {:+.4f}".format(*bounds)
+            cells += [f"{against['nll']:+.4f}", interval]
             cells += [f"{against['accuracy']:+.3f}", f"{against['p']:.2g}"]
         rows.append([name, *cells])
     return markdown(rows)

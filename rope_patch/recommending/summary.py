@@ -55,7 +55,7 @@ def verdict_sentence(
     if choice.name == PLAIN:
         return (
             f"Nothing is needed {at}: the plain model gets {_accuracy_text(row['long'])} there, "
-            "and no method that was measured is better."
+            "and no method that was measured is shown to be better."
         )
     plain = by_name[PLAIN]["long"]
     return (

@@ -1,6 +1,7 @@
 """Test stored results: damaged or foreign files are measured again and reported once."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,7 @@ def test_a_full_disk_stops_the_run_at_once(tmp_path, monkeypatch):
 
     def fill_disk(*args):
         calls.append(args)
+        shutil.rmtree(tmp_path / "cache")
         (tmp_path / "cache").write_text("a file where the folder was")
         return original(*args)
 

@@ -23,7 +23,7 @@ def run_recommend(*arguments):
 def samples_file(tmp_path_factory):
     """Return a file of samples of two lengths in the format of training data."""
     lines = []
-    for sample in questions(512, 6, seed=1) + questions(256, 6, seed=2):
+    for sample in questions(512, 6, seed=3) + questions(256, 6, seed=2):
         labels = [-100] * len(sample.ids)
         for position in sample.positions:
             labels[position] = sample.ids[position]
