@@ -167,7 +167,7 @@ def test_the_card_states_method_lengths_and_tokens(runs):
         assert (
             "| filter | compression ratio 0.2 to 0.9: 0 documents left out below, 0 above" in card
         )
-        questions = re.search(r"\| aggregation tasks \| (\d+) questions \(common_words, ", card)
+        questions = re.search(r"\| aggregation tasks \| (\d+) questions \(common\\_words, ", card)
         assert 3 <= int(questions[1]) <= 6
     if name == "best_fit":
         assert documents > 10
