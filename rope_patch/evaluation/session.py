@@ -283,9 +283,19 @@ def _other_config(folder: Path, weights: str, config: str) -> str | None:
         config: The fingerprint of the config that they are used with now.
     """
     file = JournalFile(folder / "configs.jsonl")
-    for entry in check_lines(file.lines()).entries:
+    stored = check_lines(file.lines())
+    for entry in stored.entries:
         if entry["weights"] == weights:
             return None if entry["config"] == config else config
+    if stored.flaws:
+        logger.warning("%s is damaged: earlier answers may not be found again", file.path)
+        return config  # which config came first is not known, so none shares its answers
+    if not stored.entries and any(folder.glob("answers-*.jsonl")):
+        logger.warning(
+            "%s holds answers of an earlier release, which did not note the config: they count as "
+            "answers under the config of now. If it was edited since, give another folder",
+            folder,
+        )
     file.append(checksums.seal({"weights": weights, "config": config}))
     return None
 

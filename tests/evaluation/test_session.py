@@ -84,6 +84,17 @@ def test_the_same_weights_under_another_config_have_answers_of_their_own(tmp_pat
     assert _other_config(tmp_path, "other weights", edited) is None
 
 
+def test_a_config_that_was_not_noted_is_no_guess(tmp_path, caplog):
+    """An earlier release noted none, which is said; a damaged note gives answers of their own."""
+    (tmp_path / "answers-0.jsonl").touch()
+    assert _other_config(tmp_path, "weights", "config") is None
+    assert "did not note the config" in caplog.text
+    note = tmp_path / "configs.jsonl"
+    note.write_bytes(note.read_bytes().replace(b"config", b"confiq"))
+    assert _other_config(tmp_path, "weights", "config") == "config"
+    assert "damaged" in caplog.text
+
+
 def test_what_a_dynamic_method_starts_from_has_answers_of_its_own():
     """Beyond the trained length both follow the text, one from the config's own scaling on."""
     scaling = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
