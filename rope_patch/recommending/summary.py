@@ -213,6 +213,8 @@ def _format_signed(interval: Sequence[float]) -> str:
     estimate, low, high = interval
     if estimate == low == high == 0:
         return "0"
+    if math.isinf(high - low):  # too few texts
+        return f"{estimate:+.3f} (no interval)"
     return f"{estimate:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
@@ -221,4 +223,6 @@ def _format_percent(interval: Sequence[float]) -> str:
     if not any(interval):
         return "0"
     estimate, low, high = (100 * math.expm1(min(value, 20.0)) for value in interval)
+    if math.isinf(interval[2] - interval[1]):  # too few texts
+        return f"{estimate:+.1f}% (no interval)"
     return f"{estimate:+.1f}% ({low:+.1f} to {high:+.1f}%)"

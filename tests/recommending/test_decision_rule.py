@@ -11,7 +11,9 @@ from scipy import stats
 from rope_patch.recommending import budget
 from rope_patch.recommending.budget import BlockCosts
 from rope_patch.recommending.decision_rule import MeasuredVariant, choose
+from rope_patch.recommending.result import interval_to_list
 from rope_patch.recommending.scores import Scores, gain_over_control, score_difference
+from rope_patch.recommending.summary import _format_percent, _format_signed
 
 TEXTS = 24
 
@@ -270,3 +272,12 @@ def test_the_minimum_time_is_that_of_two_methods_and_two_controls():
         (10 + 3) + 10
     )
     assert math.isfinite(seconds)
+
+
+@pytest.mark.parametrize(("count", "has_interval"), [(5, False), (6, True)])
+def test_differences_of_few_texts_are_printed_without_an_interval(count, has_interval):
+    loss = score_difference(scores(0.5, count=count), scores(0.1, count=count)).nll
+    for write in (_format_signed, _format_percent):
+        text = write(interval_to_list(loss))
+        assert ("(no interval)" not in text) is has_interval
+        assert "inf" not in text

@@ -377,9 +377,11 @@ def _format_difference(value: Any) -> str:
     """Return the result's difference from another method, with 95% intervals, as text."""
     if not isinstance(value, dict) or "nll" not in value:
         return str(value)
-    text = f"{_format_signed(value['nll'])} nats"
+    text = f"{float(value['nll']):+.4f} nats"
     if interval := value.get("interval"):
-        text += f" ({_format_signed(interval[0])} to {_format_signed(interval[1])})"
+        low, high = map(float, interval)
+        is_open = math.isinf(high - low)  # too few texts
+        text += " (no interval)" if is_open else f" ({low:+.4f} to {high:+.4f})"
     if value.get("accuracy") is not None:
         text += f", {float(value['accuracy']):+.1%} of answers"
         if interval := value.get("accuracy interval"):
@@ -387,7 +389,3 @@ def _format_difference(value: Any) -> str:
         if value.get("p") is not None:
             text += f", p = {float(value['p']):.2g}"
     return text
-
-
-def _format_signed(value: Any) -> str:
-    return f"{float(value):+.4f}"

@@ -330,6 +330,8 @@ def test_a_printed_result_has_these_words():
     assert "linear  failed: ValueError: no" in text
     compared = "-0.2000 nats (-0.3000 to -0.1000), +12.5% of answers (+5.0% to +20.0%), p = 0.012"
     assert f"against yarn  {compared}" in text
+    few = {"against yarn": {"nll": -0.2, "interval": ["-Infinity", "Infinity"]}}
+    assert "against yarn  -0.2000 nats (no interval)" in str(make_result(held_out=few))
     assert make_result().fitness == 0.4
     assert math.isnan(make_result(history=[]).fitness)
     assert (
