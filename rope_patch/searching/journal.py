@@ -158,6 +158,15 @@ class SearchJournal:
                 "or give another folder"
             )
         stored = header["identity"]
+        if "config" in self._identity and "config" not in stored:
+            self._identity.pop("config")
+            self._search_id = checksums.json_digest(self._identity)[:16]
+            logger.warning(
+                "%s was begun by an earlier release, which did not note the model's config: it "
+                "goes on with the config of now. If the config was edited since, give another "
+                "folder",
+                path,
+            )
         names = dict.fromkeys([*stored, *self._identity])
         differences = [
             f"{name} is {_abbreviate(stored.get(name))} there and "

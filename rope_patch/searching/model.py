@@ -96,6 +96,7 @@ def run_identity(model: Any, space: SearchSpace) -> dict[str, Any]:
     base = json.dumps(geometry.inv_freq().tolist()).encode()
     return {
         "weights": provenance.fingerprint(model),
+        "config": provenance.config_fingerprint(model.config),
         "dtype": str(model.dtype),
         "device": model.device.type,
         "attention": attention_implementation(model.config),

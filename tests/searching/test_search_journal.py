@@ -138,6 +138,18 @@ def test_a_journal_without_digests_is_reported_and_dropped(tmp_path, caplog):
     assert write_journal(tmp_path).read_bytes() == write_journal(tmp_path / "new").read_bytes()
 
 
+def test_a_journal_without_a_config_goes_on_with_a_warning(tmp_path, caplog):
+    content = write_journal(tmp_path).read_bytes()  # as 0.1 wrote it
+    journal = SearchJournal(tmp_path, IDENTITY | {"config": "sha256:1"})
+    assert len(journal) == len(SearchJournal(tmp_path, IDENTITY))
+    assert "did not note the model's config" in caplog.messages[0]
+    assert len(caplog.messages) == 1
+    journal.put("search/9", {"fitness": 1.0})
+    journal.close()
+    assert (tmp_path / JOURNAL_FILE).read_bytes().startswith(content)
+    assert len(SearchJournal(tmp_path, IDENTITY)) == len(journal)
+
+
 def test_a_journal_is_locked_by_one_search_at_a_time(tmp_path):
     first = SearchJournal(tmp_path, IDENTITY)
     first.put("a", {})

@@ -162,6 +162,15 @@ def test_the_journal_of_another_model_is_refused(finished_search):
     assert (folder / JOURNAL_FILE).read_bytes() == before
 
 
+def test_the_journal_of_a_model_with_another_config_is_refused(finished_search, model, monkeypatch):
+    _, folder = finished_search
+    before = (folder / JOURNAL_FILE).read_bytes()
+    monkeypatch.setattr(model.config, "rms_norm_eps", 0.01)  # no saved tensor says so
+    with pytest.raises(ValueError, match="the state of another search: config is"):
+        rope_patch.search(model, **arguments(folder=folder))
+    assert (folder / JOURNAL_FILE).read_bytes() == before
+
+
 def test_a_failing_candidate_is_recorded_and_the_search_continues(model, monkeypatch, tmp_path):
     def propose(space, budget, seed):
         fitnesses.append((yield stretch_candidate(1.0)))

@@ -113,18 +113,20 @@ def hands_mask_on(module_class: Any) -> bool:
     """Return whether an attention's forward hands its mask, as it is, to its attention function.
 
     What the attention function gets may be cut to the keys. Doge makes a mask of its own from it,
-    and Zaya finds it in a dictionary.
+    Zaya finds it in a dictionary, and sparse attention (DeepSeek-V3.2) chooses keys by it first.
     """
     try:
         source = inspect.getsource(undecorated_forward(module_class))
     except (OSError, TypeError, AttributeError):
         return False
     given: list[ast.expr] = []
-    for call in ast.walk(ast.parse(textwrap.dedent(source))):
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
         # function(self, query, key, value, attention_mask, ...)
-        if isinstance(call, ast.Call) and len(call.args) >= 4 and _is_name(call.args[0], "self"):
-            named = [each.value for each in call.keywords if each.arg == MASK]
-            given += named or call.args[4:5]
+        if isinstance(node, ast.Call) and len(node.args) >= 4 and _is_name(node.args[0], "self"):
+            named = [each.value for each in node.keywords if each.arg == MASK]
+            given += named or node.args[4:5]
+        elif isinstance(node, ast.Assign) and any(_is_name(name, MASK) for name in node.targets):
+            given.append(node.value)
     return bool(given) and all(
         _is_name(mask.value if isinstance(mask, ast.Subscript) else mask, MASK) for mask in given
     )

@@ -74,14 +74,17 @@ def test_heads_are_those_of_the_attentions():
     [
         ("doge", "DogeAttention hands its attention function another mask"),
         ("zaya", "hands its attention function another mask"),
+        ("deepseek_v32", "DeepseekV32Attention hands its attention function another mask"),
+        ("minimax_m3_vl_text", "hands its attention function another mask"),
         ("dots3_note_text", "query heads, and the encoding 'alibi' has one bias for each head"),
         ("minimax", "calls none of transformers' attention functions"),
     ],
 )
 def test_attentions_that_a_bias_cannot_reach_are_refused(name, why):
-    """Doge hid every key with a bias other than 0, without a word; the others ended in tracebacks.
+    """Doge hid every key with a bias other than 0, without a word, and others ended in tracebacks.
 
-    Its own mask is made from the one it is given: 0 where a key is seen, all else hidden.
+    Its own mask is made from the one it is given: 0 where a key is seen, all else hidden. Sparse
+    attention would choose keys by the bias of the first head.
     """
     model = build(name, "eager")
     before = one_pass(model, text())
