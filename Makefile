@@ -1,5 +1,6 @@
 # make demo            the main job on real weights, from nothing to a report
 # make test            the tests that take minutes; make test-slow the others
+# make test-regress    mended defects, brought back one at a time: a test must fail
 # make test-installed  the commands from a wheel, in an environment of its own
 # make test-engines    the plugin for vLLM, exports and verdicts, in engines, in their environment
 # make test-vllm-source  what the plugin leans on, in the source of the vLLM named by VLLM
@@ -35,7 +36,7 @@ RECORD := PYTHONPATH=$(CURDIR)/tests/compatibility
 RUNS := tests/compatibility/runs
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow test-installed test-engines test-vllm-source test-triton \
+.PHONY: demo test test-slow test-regress test-installed test-engines test-vllm-source test-triton \
 	test-oldest test-newest test-transformers lint docs clean
 
 # Six texts are the fewest that can decide.
@@ -49,6 +50,9 @@ test: $(VENV)/installed
 
 test-slow: $(VENV)/weights out/table-weights
 	$(BIN)/pytest -m slow
+
+test-regress: $(VENV)/installed
+	$(BIN)/pytest -n 2 -m regress tests/regressions
 
 test-installed: $(VENV)/installed
 	$(BIN)/pytest -m installed tests/installed

@@ -13,6 +13,8 @@ if not torch.cuda.is_available():  # Triton's kernels run on the CPU then; read 
 
 import transformers
 
+pytest_plugins = ["helpers.file_times"]
+
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -1,0 +1,72 @@
+"""Measure the CPU time of each file of tests, print the slowest, and fail above a budget.
+
+A plugin of pytest, which conftest.py loads. CPU time counts the processes that a test starts and
+waits for, and hardly depends on what else the machine does.
+"""
+
+import os
+from collections import Counter
+
+import pytest
+
+BUDGET = 60.0  # CPU seconds a file, in `make test`
+
+_seconds: Counter[str] = Counter()
+_mark = 0.0  # the process's CPU time when the last phase of a test ended
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--slowest-files", type=int, default=10, metavar="N", help="how many files to print (10)"
+    )
+
+
+def cpu_seconds():
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    global _mark
+    _mark = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    global _mark
+    report = yield
+    before, _mark = _mark, cpu_seconds()
+    report.cpu_seconds = _mark - before  # pytest-xdist sends it with the report
+    return report
+
+
+def pytest_runtest_logreport(report):
+    _seconds[report.nodeid.partition("::")[0]] += report.cpu_seconds
+
+
+def pytest_sessionfinish(session):
+    is_worker = hasattr(session.config, "workerinput")
+    if not is_worker and _above_budget(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    slowest = _seconds.most_common(config.getoption("slowest_files"))
+    terminalreporter.section(f"slowest {len(slowest)} files, CPU seconds")
+    for path, seconds in slowest:
+        terminalreporter.write_line(f"{seconds:7.1f} {path}")
+    terminalreporter.write_line(f"{_seconds.total():7.1f} all {len(_seconds)} files")
+    for path in _above_budget(config):
+        terminalreporter.write_line(
+            f"{path} took {_seconds[path]:.0f} CPU seconds: expected at most {BUDGET:.0f}. Share "
+            "what its tests build, take smaller models, or mark what takes long as slow",
+            red=True,
+        )
+
+
+def _above_budget(config):
+    if "not slow" not in config.getoption("markexpr"):
+        return []
+    return [path for path, seconds in _seconds.most_common() if seconds > BUDGET]
