@@ -1,5 +1,6 @@
 # make demo            the main job on real weights, from nothing to a report
 # make test            the tests that take minutes; make test-slow the others
+# make test-changed    what a change can break, nearest first, for two minutes
 # make test-regress    mended defects, brought back one at a time: a test must fail
 # make test-installed  the commands from a wheel, in an environment of its own
 # make test-engines    the plugin for vLLM, exports and verdicts, in engines, in their environment
@@ -36,8 +37,8 @@ RECORD := PYTHONPATH=$(CURDIR)/tests/compatibility
 RUNS := tests/compatibility/runs
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow test-regress test-installed test-engines test-vllm-source test-triton \
-	test-oldest test-newest test-transformers lint docs clean
+.PHONY: demo test test-changed test-slow test-regress test-installed test-engines \
+	test-vllm-source test-triton test-oldest test-newest test-transformers lint docs clean
 
 # Six texts are the fewest that can decide.
 demo: $(DEMO)/weights
@@ -50,6 +51,10 @@ test: $(VENV)/installed
 
 test-slow: $(VENV)/weights out/table-weights
 	$(BIN)/pytest -m slow
+
+# Against HEAD, or another revision: make test-changed SINCE=main
+test-changed: $(VENV)/installed
+	$(BIN)/python tests/helpers/changed.py $(SINCE)
 
 test-regress: $(VENV)/installed
 	$(BIN)/pytest -n 2 -m regress tests/regressions
