@@ -27,7 +27,6 @@ RECIPE = {
     "method": "yarn",
     "factor": 2,
     "train_length": 256,
-    "data": "novels:emma",
     "max_steps": 3,
     "learning_rate": 1e-3,
     "per_device_train_batch_size": 2,
@@ -35,6 +34,18 @@ RECIPE = {
     "save_strategy": "no",
     "use_cpu": True,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def documents(tmp_path_factory):
+    """Write documents of 35 to 1,200 tokens; a run needs three seconds to tokenize a novel."""
+    folder = tmp_path_factory.mktemp("documents")
+    text = "It is a truth universally acknowledged, number {}. "
+    for name, count, least in (("short", 400, 1), ("long", 40, 30)):
+        records = ({"text": text.format(n) * (least + n % 5)} for n in range(count))
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    RECIPE["data"] = folder / "long.jsonl"
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +75,10 @@ CASES = {
     "decay": {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
     "lora": {"lora_rank": 4},
     "mixed": {"method": "mixed-yarn", "train_length": 512, "short_share": 0.5},
-    "masked": {"packing": "masked", "data": str(ASSETS / "short.jsonl")},
-    "best_fit": {
-        "packing": "best_fit",
-        "packing_window": 3,
-        "data": str(ASSETS / "short.jsonl"),
-    },
+    "masked": {"packing": "masked", "data": "short.jsonl"},
+    "best_fit": {"packing": "best_fit", "packing_window": 3, "data": "short.jsonl"},
     "woven": {
+        "data": "novels:emma",
         "train_length": 768,
         "per_device_train_batch_size": 1,
         "compression_ratio": [0.2, 0.9],
@@ -88,15 +96,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory):
-    path = tmp_path_factory.mktemp("documents") / "short.jsonl"
-    text = "It is a truth universally acknowledged, number {}. "
-    records = ({"text": text.format(n) * (1 + n % 5)} for n in range(400))
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 SLOW = ("decay", "control")  # other cases run the same code
 
 
@@ -104,11 +103,11 @@ SLOW = ("decay", "control")  # other cases run the same code
     scope="module",
     params=[pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES],
 )
-def runs(request, tmp_path_factory, documents):
+def runs(request, tmp_path_factory):
     """Run a case with the trainer and the loop; return its name and the two folders."""
     changes = {k: v for k, v in CASES[request.param].items() if v is not None}
-    if "data" in changes:
-        changes["data"] = documents
+    if changes.get("data") == "short.jsonl":
+        changes["data"] = RECIPE["data"].with_name("short.jsonl")
     removed_keys = [k for k, v in CASES[request.param].items() if v is None]
     folders = {}
     removed_options = {key: RECIPE.pop(key) for key in removed_keys}
