@@ -95,7 +95,7 @@ _STAGES = [
     {"factor": 4, "max_steps": 2, "save_steps": 1, "carry_optimizer": True},
 ]
 STAGED = {"stages": {"stages": _STAGES}, "stages lora": {"stages": _STAGES, "lora_rank": 4}}
-RECIPES = ["finetune", "loop"]
+RECIPES = ["finetune", pytest.param("loop", marks=pytest.mark.slow)]  # their steps are equal
 MODES = ["data parallel", "FSDP2", "context parallel"]
 STAGED_IN = {
     "data parallel": ["stages"],
@@ -111,7 +111,7 @@ REFUSED = {
 }
 
 
-def jobs_of(mode):
+def jobs_of(mode, recipe):
     """Return the runs of a mode's processes: name -> (recipe, kind, changes, resumed run)."""
     if mode == "one":
         kinds = KINDS | STAGED
@@ -124,20 +124,17 @@ def jobs_of(mode):
     }[mode]
     if mode != "context parallel":
         kinds += ["distilled", "distilled lora"]
-    jobs = {}
-    for recipe in RECIPES:
-        for kind in kinds:
-            jobs[f"{recipe} {kind}"] = (recipe, kind, KINDS.get(kind, {}), None)
-        for kind in ("full", "lora"):
-            name = f"{recipe} {kind}"
-            jobs[f"{name} resumed"] = (recipe, kind, KINDS[kind], name)
-        for kind in STAGED_IN[mode]:
-            name = f"{recipe} {kind}"
-            jobs[name] = (recipe, kind, STAGED[kind], None)
-            jobs[f"{name} resumed"] = (recipe, kind, STAGED[kind], name)
-        if mode == "context parallel":
-            for problem, changes in REFUSED.items():
-                jobs[f"{recipe} {problem}"] = (recipe, problem, changes, None)
+    jobs = {f"{recipe} {kind}": (recipe, kind, KINDS.get(kind, {}), None) for kind in kinds}
+    for kind in ("full", "lora"):
+        name = f"{recipe} {kind}"
+        jobs[f"{name} resumed"] = (recipe, kind, KINDS[kind], name)
+    for kind in STAGED_IN[mode]:
+        name = f"{recipe} {kind}"
+        jobs[name] = (recipe, kind, STAGED[kind], None)
+        jobs[f"{name} resumed"] = (recipe, kind, STAGED[kind], name)
+    if mode == "context parallel":
+        for problem, changes in REFUSED.items():
+            jobs[f"{recipe} {problem}"] = (recipe, problem, changes, None)
     return jobs
 
 
@@ -155,15 +152,15 @@ def variables(mode):
     return {name: value for name, value in environment.items() if os.environ.get(name) != value}
 
 
-def run(mode, tmp_path_factory):
+def run(mode, recipe, tmp_path_factory):
     """Return a mode's folder and its processes' observations; the first to ask starts them."""
     processes = 1 if mode == "one" else 2
     rows = 2 if mode in ("one", "context parallel") else 1
-    with shared_folder(tmp_path_factory, "recipes_" + mode.replace(" ", "_")) as folder:
+    with shared_folder(tmp_path_factory, f"{recipe}_{mode.replace(' ', '_')}") as folder:
         paths = [folder / f"{rank}.json" for rank in range(processes)]
         if not all(report.exists() for report in paths):
             jobs, documents = [], str(write_documents(folder))
-            for name, (recipe, _, changes, resumes) in jobs_of(mode).items():
+            for name, (_, _, changes, resumes) in jobs_of(mode, recipe).items():
                 recipe_keys = (
                     RECIPE | {"data": [documents], "per_device_train_batch_size": rows} | changes
                 )
@@ -198,16 +195,17 @@ def write_documents(folder):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Return a mode's folder and its processes' observations."""
-    return cache(lambda mode: run(mode, tmp_path_factory))
+    return cache(lambda mode, recipe="finetune": run(mode, recipe, tmp_path_factory))
 
 
 CASES = [
-    (mode, recipe, kind)
+    pytest.param(mode, recipe, kind, marks=pytest.mark.slow if recipe == "loop" else ())
     for mode in MODES
-    for recipe, kind, _, resumes in jobs_of(mode).values()
+    for recipe in ("finetune", "loop")
+    for _, kind, _, resumes in jobs_of(mode, recipe).values()
     if kind in KINDS and resumes is None
 ]
-RESUMED = [(mode, recipe, kind) for mode, recipe, kind in CASES if kind in ("full", "lora")]
+RESUMED = [case for case in CASES if case.values[2] in ("full", "lora")]
 
 
 def curve(folder):
@@ -237,7 +235,7 @@ def distance(model, other):
 
 @pytest.mark.parametrize(("mode", "recipe", "kind"), CASES)
 def test_losses_and_gradients_equal_those_of_one_process(runs, mode, recipe, kind):
-    folder, reports = runs(mode)
+    folder, reports = runs(mode, recipe)
     reference, _ = runs("one")
     assert [report[f"{recipe} {kind}"]["code"] for report in reports] == [0, 0]
     torch.testing.assert_close(
@@ -248,7 +246,7 @@ def test_losses_and_gradients_equal_those_of_one_process(runs, mode, recipe, kin
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("mode", MODES)
 def test_z_losses_equal_those_of_one_process(runs, mode, recipe):
-    folder, _ = runs(mode)
+    folder, _ = runs(mode, recipe)
     reference, _ = runs("one")
     got, expected = z_losses(folder / f"{recipe} olmo"), z_losses(reference / "olmo")
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=0)
@@ -259,7 +257,7 @@ def test_z_losses_equal_those_of_one_process(runs, mode, recipe):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("kind", "single"), [("olmo", "olmo"), ("averaged lora", "lora")])
 def test_averages_are_of_the_last_checkpoints(runs, mode, recipe, kind, single):
-    folder, _ = runs(mode)
+    folder, _ = runs(mode, recipe)
     reference, _ = runs("one")
     card = (folder / f"{recipe} {kind}" / "model" / "README.md").read_text()
     assert "the mean of the checkpoints of steps 2, 4 |" in card
@@ -273,10 +271,10 @@ def test_averages_are_of_the_last_checkpoints(runs, mode, recipe, kind, single):
 
 
 @pytest.mark.parametrize(
-    ("mode", "recipe", "kind"), [case for case in CASES if "distilled" in case[2]]
+    ("mode", "recipe", "kind"), [case for case in CASES if "distilled" in case.values[2]]
 )
 def test_divergences_are_averaged_over_the_tokens_of_all_processes(runs, mode, recipe, kind):
-    folder, _ = runs(mode)
+    folder, _ = runs(mode, recipe)
     reference, _ = runs("one")
     logs = (read_log(folder / f"{recipe} {kind}"), read_log(reference / kind))
     for got, expected in zip(*logs, strict=True):
@@ -285,12 +283,12 @@ def test_divergences_are_averaged_over_the_tokens_of_all_processes(runs, mode, r
             assert got[term] == pytest.approx(expected[term], abs=CLOSE)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    ("mode", "recipe", "kind"),
-    [(mode, recipe, kind) for mode in MODES for recipe in RECIPES for kind in STAGED_IN[mode]],
+    ("mode", "kind"), [(mode, kind) for mode in MODES for kind in STAGED_IN[mode]]
 )
 def test_stages_equal_those_of_one_process_and_resume(runs, mode, recipe, kind):
-    folder, reports = runs(mode)
+    folder, reports = runs(mode, recipe)
     reference, _ = runs("one")
     before = weights(RECIPE["model"])
     for name in (f"{recipe} {kind}", f"{recipe} {kind} resumed"):
@@ -306,7 +304,7 @@ def test_stages_equal_those_of_one_process_and_resume(runs, mode, recipe, kind):
 
 @pytest.mark.parametrize(("mode", "recipe", "kind"), CASES)
 def test_the_finished_model_equals_that_of_one_process(runs, mode, recipe, kind):
-    folder, _ = runs(mode)
+    folder, _ = runs(mode, recipe)
     reference, _ = runs("one")
     trained, expected = (
         weights(f / "model") for f in (folder / f"{recipe} {kind}", reference / kind)
@@ -325,7 +323,7 @@ def test_transformers_rotates_the_finished_model_as_it_was_trained(runs, mode):
     ids = tokens(2 * LENGTH)
     for kind in ("full", "lora"):
         trained = AutoModelForCausalLM.from_pretrained(
-            folder / (kind if mode == "one" else f"loop {kind}") / "model"
+            folder / (kind if mode == "one" else f"finetune {kind}") / "model"
         )
         base = AutoModelForCausalLM.from_pretrained(RECIPE["model"])
         base.load_state_dict(trained.state_dict())
@@ -338,10 +336,10 @@ def test_transformers_rotates_the_finished_model_as_it_was_trained(runs, mode):
 
 @pytest.mark.parametrize(
     ("mode", "recipe", "kind"),
-    [case for case in CASES if "retrieval_steps" in KINDS.get(case[2], {})],
+    [case for case in CASES if "retrieval_steps" in KINDS.get(case.values[2], {})],
 )
 def test_retrieval_scores_equal_those_of_one_process(runs, mode, recipe, kind):
-    folder, _ = runs(mode)
+    folder, _ = runs(mode, recipe)
     reference, _ = runs("one")
     expected, got = read_scores(reference / kind), read_scores(folder / f"{recipe} {kind}")
     assert [scores["step"] for scores in got] == [0, 2, 4]
@@ -352,14 +350,14 @@ def test_retrieval_scores_equal_those_of_one_process(runs, mode, recipe, kind):
         )
 
 
-def test_both_recipes_compute_in_the_precision_of_the_launch_file(runs):
-    folder, _ = runs("FSDP2")
-    trainer, loop, exact = (
-        curve(folder / name) for name in ("finetune bfloat16", "loop bfloat16", "loop full")
-    )
-    torch.testing.assert_close(trainer, loop, rtol=0, atol=CLOSE)
-    assert 10 * CLOSE < (trainer - exact).abs().max() < 0.1
-    losses = trainer[:, 0]
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_compute_in_the_precision_of_the_launch_file(runs, recipe):
+    folder, _ = runs("FSDP2", recipe)
+    got, exact = curve(folder / f"{recipe} bfloat16"), curve(folder / f"{recipe} full")
+    trainer = curve(runs("FSDP2")[0] / "finetune bfloat16")
+    torch.testing.assert_close(got, trainer, rtol=0, atol=CLOSE)
+    assert 10 * CLOSE < (got - exact).abs().max() < 0.1
+    losses = got[:, 0]
     assert not losses.equal(losses.bfloat16().float())  # bfloat16 losses would have three digits
 
 
@@ -374,9 +372,10 @@ def test_losses_differ_if_a_process_uses_the_length_of_its_part():
     assert abs(losses[0] - losses[1]) > 10 * CLOSE
 
 
-def test_each_data_parallel_process_has_all_weights(runs):
-    _, reports = runs("data parallel")
-    for observed in (report[f"{recipe} full"] for report in reports for recipe in RECIPES):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_data_parallel_process_has_all_weights(runs, recipe):
+    _, reports = runs("data parallel", recipe)
+    for observed in (report[f"{recipe} full"] for report in reports):
         assert observed["wrapped"][0] == "DistributedDataParallel"
         assert observed["here"] == observed["elements"]
         assert observed["sharded"] == 0
@@ -386,7 +385,7 @@ def test_each_data_parallel_process_has_all_weights(runs):
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_are_sharded(runs, mode, recipe, kind):
-    _, reports = runs(mode)
+    _, reports = runs(mode, recipe)
     for observed in (report[f"{recipe} {kind}"] for report in reports):
         assert observed["wrapped"][0].startswith("FSDP")
         assert "FSDPModule" in observed["wrapped"]
@@ -397,13 +396,13 @@ def test_weights_are_sharded(runs, mode, recipe, kind):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_context_parallel_processes_see_half_of_each_row(runs, recipe):
     for mode, length in zip(MODES, (LENGTH, LENGTH, LENGTH // 2), strict=True):
-        for report in runs(mode)[1]:
+        for report in runs(mode, recipe)[1]:
             assert report[f"{recipe} full"]["lengths"] == [length]
 
 
 @pytest.mark.parametrize(("mode", "recipe", "kind"), RESUMED)
 def test_checkpoints_are_whole(runs, mode, recipe, kind):
-    folder, _ = runs(mode)
+    folder, _ = runs(mode, recipe)
     for step in (2, 4):
         checkpoint = folder / f"{recipe} {kind}" / f"checkpoint-{step}"
         assert find_damage(checkpoint) is None
@@ -413,7 +412,7 @@ def test_checkpoints_are_whole(runs, mode, recipe, kind):
 
 @pytest.mark.parametrize(("mode", "recipe", "kind"), RESUMED)
 def test_a_resumed_run_equals_an_uninterrupted_one(runs, mode, recipe, kind):
-    folder, reports = runs(mode)
+    folder, reports = runs(mode, recipe)
     uninterrupted, resumed = folder / f"{recipe} {kind}", folder / f"{recipe} {kind} resumed"
     assert [report[resumed.name]["code"] for report in reports] == [0, 0]
     torch.testing.assert_close(curve(resumed), curve(uninterrupted), rtol=0, atol=CLOSE)
@@ -444,7 +443,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(runs, mode, recipe, kind):
 )
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_context_parallelism_refuses_unsupported_recipes(runs, recipe, problem, message):
-    for report in runs("context parallel")[1]:
+    for report in runs("context parallel", recipe)[1]:
         observation = report[f"{recipe} {problem}"]
         assert observation["code"] == 1
         assert re.search(f"error: .*{message}", observation["said"])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as distributed_checkpoint
 from training_runs import (
     ASSETS,
-    RECIPES,
+    BOTH,
     TINY,
     VARIANTS,
     Child,
@@ -36,7 +36,7 @@ LIMITED = {"save_total_limit": 1}  # fewer than are averaged
 BASE = ASSETS / "tiny-llama"
 
 
-@pytest.fixture(scope="module", params=RECIPES)
+@pytest.fixture(scope="module", params=BOTH)
 def recipe(request):
     return request.param
 

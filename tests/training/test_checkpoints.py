@@ -10,7 +10,7 @@ import torch
 import yaml
 from training_runs import (
     ASSETS,
-    RECIPES,
+    BOTH,
     STEPS,
     VARIANTS,
     Child,
@@ -59,7 +59,7 @@ MANIFESTS = {
     "deep": "[" * 200_000,
 }
 
-pytestmark = pytest.mark.parametrize("recipe", RECIPES)
+pytestmark = pytest.mark.parametrize("recipe", BOTH)
 
 
 def _flip(path):

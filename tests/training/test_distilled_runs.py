@@ -6,7 +6,7 @@ import re
 import extend_tiny
 import pytest
 import torch
-from training_runs import ASSETS, RECIPES, TINY, arguments, curve, run
+from training_runs import ASSETS, BOTH, TINY, arguments, curve, run
 from transformers import AutoModelForCausalLM
 
 import rope_patch
@@ -147,7 +147,7 @@ def test_deepspeed_is_refused(tmp_path, monkeypatch):
         TrainingRun(settings, prepare(settings), accelerator, None, entry_point="finetune")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BOTH)
 def test_a_loss_that_is_mostly_divergence_does_not_stop_the_run(recipe, tmp_path):
     changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     changes |= {"short_share": 0.8, "method": "none", "factor": None, "max_steps": 12}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.small_disk import disk as disk
 from training_runs import (
-    RECIPES,
+    BOTH,
     VARIANTS,
     Child,
     Hang,
@@ -26,7 +26,7 @@ STARTED_FILES = {".lock", "identity.json", "log.jsonl", "recipe.yaml"}  # files 
 POISON = 500  # a token of one document only
 ROW = 17  # the index of that document and of its row, which is in step 5
 
-pytestmark = pytest.mark.parametrize("recipe", RECIPES)
+pytestmark = pytest.mark.parametrize("recipe", BOTH)
 
 
 @pytest.fixture

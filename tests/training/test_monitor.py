@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from training_runs import RECIPES, run
+from training_runs import BOTH, run
 
 from rope_patch.training.monitor import (
     LOG,
@@ -144,7 +144,7 @@ def test_a_log_that_cannot_be_written_is_an_error_with_advice(tmp_path):
     progress.close()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BOTH)
 def test_a_run_logs_tokens_memory_and_losses(recipe, tmp_path):
     run(recipe, tmp_path / "run", max_steps=2, save_strategy="no", retrieval_steps=0)
     log = read_log(tmp_path / "run")

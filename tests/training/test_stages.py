@@ -10,6 +10,7 @@ import yaml
 from helpers.commands import run_in_this_process
 from safetensors.torch import load_file
 from training_runs import (
+    BOTH,
     RECIPES,
     TINY,
     Child,
@@ -35,7 +36,7 @@ TINY_LORA_SCALE = 16 / 4  # lora_alpha / lora_rank
 SHORT = {"gradient_accumulation_steps": 1}
 LORA = {"lora_rank": 4, "lora_trains": ["norms", "embeddings"]}
 
-both = pytest.mark.parametrize("recipe", RECIPES)
+both = pytest.mark.parametrize("recipe", BOTH)
 
 
 def recipe_file(folder, stages=STAGES, **changes):

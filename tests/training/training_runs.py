@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from random import Random
 
+import pytest
 import safetensors.torch
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,8 @@ from rope_patch import cli
 from rope_patch.training import settings
 
 RECIPES = {"finetune": "rope_patch.training.trainer", "loop": "rope_patch.training.loop"}
+# The loop takes the Trainer's steps to the bit (test_trainer_and_loop.py), by the same parts.
+BOTH = ["finetune", pytest.param("loop", marks=pytest.mark.slow)]
 STEPS = 6
 ASSETS = Path(__file__).parent.parent / "assets"
 TINY = {
