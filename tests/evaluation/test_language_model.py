@@ -321,12 +321,15 @@ def test_choices_are_scored_in_one_pass(llama, tokenizer, monkeypatch):
     monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
     choices = (" of a wife", " and", " is not so very well acquainted with the neighbourhood")
     shapes, lm = record_inputs(llama), lm_for(llama, tokenizer)
-    ask(lm, "loglikelihood", [(CONTEXT, choice) for choice in choices])
+    scored = ask(lm, "loglikelihood", [(CONTEXT, choice) for choice in choices])
     prompt = len(tokenizer(CONTEXT).input_ids)
     targets = sum(len(encode_pair(tokenizer, CONTEXT, choice)[1]) for choice in choices)
     assert shapes[-1] == (1, targets)
     assert sum(length for _, length in shapes[:-1]) == prompt - 1
     assert lm.prompt_tokens == prompt  # a choice is no new prompt
+    for choice, (got, _) in zip(choices, scored, strict=True):
+        ((alone, _),) = ask(lm_for(llama, tokenizer), "loglikelihood", [(CONTEXT, choice)])
+        assert got == pytest.approx(alone, abs=1e-4)
 
 
 def test_batches_fit_into_their_memory(llama, tokenizer, monkeypatch):

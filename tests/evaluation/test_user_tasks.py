@@ -9,7 +9,10 @@ from helpers.commands import run_in_this_process
 from helpers.evaluations import TINY
 from helpers.schema import problems
 from helpers.user_tasks import write_tasks
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from scipy.stats import sem, t
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.results_schema import RunRecord
@@ -95,6 +98,23 @@ def test_perplexities_have_intervals_over_documents(run):
     (entry,) = [entry for entry in results["harness"] if entry["task"] == "my_sums"]
     interval, _ = stats.harness_perplexity(entry, "perplexity", plain)
     assert interval.estimate == pytest.approx(entry["metrics"][plain]["perplexity"]["value"])
+
+
+def test_documents_are_read_in_windows_of_the_longest_length(run):
+    _, results = run
+    (entry,) = [entry for entry in results["harness"] if entry["task"] == "my_pages"]
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    model = AutoModelForCausalLM.from_pretrained(TINY).eval()
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, max_length=512, batch_size=1)
+    pages = [f"page {i} of {i * i} " * 100 for i in range(3)]
+    assert min(len(tokenizer(page).input_ids) for page in pages) > 512
+    requests = [
+        Instance(request_type="loglikelihood_rolling", doc={}, arguments=(page,), idx=0)
+        for page in pages
+    ]
+    expected = lm.loglikelihood_rolling(requests, disable_tqdm=True)
+    losses = entry["metrics"][RunStatistics(results).plain]["word_perplexity"]["losses"]
+    assert [-nats for nats, _ in losses] == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_report_shows_them_and_is_written_again(run, tmp_path):

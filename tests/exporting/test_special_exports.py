@@ -98,18 +98,21 @@ def test_windows_scaled_by_their_own_config_are_refused_by_llama_cpp():
         rope_patch.export(config, "llama.cpp")
 
 
+@pytest.mark.parametrize(
+    "attention", [{"attention_factor": 1.2}, {"mscale": 1.0, "mscale_all_dim": 0.5}]
+)
 @pytest.mark.parametrize("method", ["linear", "ntk", "yarn", "ntk-by-parts", "llama3"])
-def test_replaced_yarn_leaves_no_fields(method):
+def test_replaced_yarn_leaves_no_fields(method, attention):
     config = copy.deepcopy(CHECKPOINTS["Llama-3"])
     config.rope_parameters = {
         "rope_type": "yarn",
         "rope_theta": 5e5,
         "factor": 2.0,
         "original_max_position_embeddings": 4096,
-        "attention_factor": 1.2,
         "beta_fast": 16.0,
         "beta_slow": 2.0,
         "truncate": False,
+        **attention,
     }
     with torch.device("meta"):
         patched_model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
@@ -252,11 +255,12 @@ class TestNested:
         assert list(export.config) == ["text_config"]
         assert "config.json" in export.notes[0]
 
+    @pytest.mark.parametrize("start", ["auto", "unscaled"])
     @pytest.mark.parametrize("stale", [{"beta_fast": 16.0}, {"attention_factor": 1.5}])
-    def test_vllms_merge_leaves_no_old_fields(self, stale):
+    def test_vllms_merge_leaves_no_old_fields(self, stale, start):
         parameters = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16384}
         config = self.config(**parameters, **stale)
-        patched_model, handle = self.make_patched(config, "yarn", factor=4.0)
+        patched_model, handle = self.make_patched(config, "yarn", factor=4.0, start=start)
         export = rope_patch.export(patched_model, "vllm")
         merged = copy.deepcopy(config.text_config)
         for key, value in export.config["text_config"].items():

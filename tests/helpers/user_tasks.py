@@ -21,7 +21,7 @@ def sums(**_):
 
 
 def pages(**_):
-    return {"test": Dataset.from_list([{"page": f"page {i} of {i * i} " * 30} for i in range(3)])}
+    return {"test": Dataset.from_list([{"page": f"page {i} of {i * i} " * 100} for i in range(3)])}
 """
 COMMON = """
 dataset_path: ""

@@ -133,6 +133,27 @@ def test_experts_are_quantised_and_routers_are_not():
     assert min(kinds.values()) > 0
 
 
+def test_the_gate_of_a_shared_expert_stays():
+    torch.manual_seed(0)
+    config = transformers.Qwen2MoeConfig(
+        **SIZES,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    model = transformers.Qwen2MoeForCausalLM(config)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    quantize(model, "Q4_0")
+    after = dict(model.named_parameters())
+    gates = [n for n in before if "shared_expert_gate" in n]
+    assert gates
+    assert all(torch.equal(after[n], before[n]) for n in gates)
+    shared = [n for n in before if "shared_expert." in n]
+    assert shared
+    assert not any(torch.equal(after[n], before[n]) for n in shared)
+
+
 @pytest.mark.skipif(not hasattr(transformers, "GptOssConfig"), reason="a newer architecture")
 def test_transposed_experts_are_rounded_along_their_inputs():
     torch.manual_seed(0)

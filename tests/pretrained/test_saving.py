@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,6 +199,28 @@ def test_failing_save_leaves_the_folder_unchanged(when, tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]  # no leftovers beside it
     assert logits(rope_patch.load(folder)).equal(logits(first_model))
+
+
+def test_weights_are_in_place_before_what_describes_them(tmp_path, monkeypatch):
+    """A kill between two moves leaves no config or index of weights that are not there."""
+    folder, moved, replace = tmp_path / "model", [], Path.replace
+
+    def record(path, target):
+        if target.parent == folder:
+            moved.append(target)
+        return replace(path, target)
+
+    model = make_model()
+    rope_patch.patch(model, "linear", factor=2)
+    save_pretrained = model.save_pretrained
+    monkeypatch.setattr(
+        model, "save_pretrained", lambda path: save_pretrained(path, max_shard_size="20KB")
+    )
+    monkeypatch.setattr(Path, "replace", record)
+    rope_patch.save(model, folder)
+    kinds = [path.suffix for path in moved]
+    assert kinds.count(".safetensors") > 2
+    assert set(kinds[kinds.index(".json") :]) == {".json"}
 
 
 def test_failing_first_save_leaves_no_folder(tmp_path, monkeypatch):

@@ -1,5 +1,27 @@
 """A catalogue of mended defects, by the part of the package that had them."""
 
-from regressions import patching
+from regressions import (
+    checking,
+    commands,
+    evaluation,
+    exporting,
+    patching,
+    pretrained,
+    statistics,
+    studies,
+    tasks,
+    training,
+)
 
-CATALOGUE = [*patching.DEFECTS]
+CATALOGUE = [
+    *patching.DEFECTS,
+    *pretrained.DEFECTS,
+    *exporting.DEFECTS,
+    *checking.DEFECTS,
+    *evaluation.DEFECTS,
+    *statistics.DEFECTS,
+    *tasks.DEFECTS,
+    *studies.DEFECTS,
+    *training.DEFECTS,
+    *commands.DEFECTS,
+]

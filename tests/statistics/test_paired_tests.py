@@ -157,6 +157,18 @@ def test_pairing_narrows_the_difference():
     assert statistics.mcnemar(a.tolist(), b.tolist()).difference.low > 0
 
 
+@pytest.mark.parametrize("wins", ["++ ++ ++ +- -+ ++ ++", "++ -+ ++ ++ +- ++ ++"])
+def test_the_interval_shows_nothing_that_the_test_does_not(wins):
+    """Five texts differ, all in one direction; resampled means of all seven exclude zero."""
+    pairs = wins.replace(" ", "")
+    a = [float(sign == "+") for sign in pairs]
+    b = [1 - score for score in a]
+    for first, second in ((a, b), (b, a)):
+        got = statistics.paired_difference(first, second, [i // 2 for i in range(len(a))])
+        assert got.p_value == 2 / 2**5
+        assert got.difference.low <= 0 <= got.difference.high
+
+
 def test_the_seed_decides_the_draws():
     generator = np.random.default_rng(0)
     a, b = generator.random((2, 40)).tolist()

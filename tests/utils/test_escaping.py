@@ -1,6 +1,7 @@
 """Test names in Markdown and on terminals."""
 
 import pytest
+from helpers.commands import run_in_this_process
 
 from rope_patch.cli.runtime import show
 from rope_patch.evaluation.report.table import Cell, Row, Table
@@ -134,3 +135,11 @@ def test_recommendations_and_cards_show_the_words_of_others(tmp_path):
 def test_commands_print_no_control_characters(capsys):
     show(f"{NASTY}\nnext")
     assert capsys.readouterr().out == NASTY.replace("\x1b", " ") + "\nnext\n"
+
+
+@pytest.mark.parametrize("command", ["report", "diagnose"])  # with a verdict, and without
+def test_errors_print_no_control_characters(command, tmp_path):
+    result = run_in_this_process(command, tmp_path / "\x1b[31mmissing")
+    assert result.returncode in (1, 2)
+    assert "[31mmissing" in result.stderr
+    assert "\x1b" not in result.stderr

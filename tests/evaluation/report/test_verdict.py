@@ -112,7 +112,7 @@ def test_methods_are_one_family_at_the_length():
     calls = 0
     for seed in range(60):
         labels = [f"m{seed}-{i}" for i in range(20)]
-        stats = run({"none": 1.0, **dict.fromkeys(labels, 1.0)}, texts=5)
+        stats = run({"none": 1.0, **dict.fromkeys(labels, 1.0)}, texts=10)
         calls += any(p < 0.05 for _, p in stats.comparisons_with_plain(LENGTH).values())
     assert calls <= 9  # 60 times .05, and three standard deviations
 
@@ -124,7 +124,9 @@ def test_a_worse_method_is_not_called_better():
 
 @pytest.mark.parametrize(("floor", "reads"), [(3.0, True), (0.5, False)])
 def test_answers_are_held_against_questions_without_them(floor, reads):
-    sentences = summary.sentences(run({"none": 3.0, "yarn": 0.6}, texts=6, floor=floor))
+    stats = run({"none": 3.0, "yarn": 0.6}, texts=6, floor=floor)
+    assert is_shown_to_help(stats, "yarn", LENGTH) is reads
+    sentences = summary.sentences(stats)
     (sentence,) = (s for s in sentences if s.startswith("Without the answers in the text"))
     assert sentence.endswith("the model does read them.") == reads
     assert sentence.endswith("it is not shown that the model reads them.") != reads
