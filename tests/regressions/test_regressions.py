@@ -4,9 +4,9 @@
 """
 
 import ast
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -15,12 +15,14 @@ from regressions import CATALOGUE
 from regressions.defect import PROJECT
 
 _COPIED = ("rope_patch", "tests", "eval", "recipes", "docs")
+_ONLY = ("-o", "addopts=", "-m", "", "-p", "no:cacheprovider", "-x", "-q")
 _ENTRIES = pytest.mark.parametrize("defect", CATALOGUE, ids=lambda defect: defect.title)
+_PATIENCE = 600  # seconds
 
 
 @pytest.fixture(scope="session")
 def copy(tmp_path_factory):
-    """Copy the project, and check that its copy is what tests import there."""
+    """Copy the project."""
     folder = tmp_path_factory.mktemp("copy")
     for name in _COPIED:
         ignored = shutil.ignore_patterns("__pycache__", "build", "out")
@@ -28,20 +30,36 @@ def copy(tmp_path_factory):
     for path in PROJECT.iterdir():
         if path.is_file():
             shutil.copy2(path, folder)
-    where = run(folder, "-c", "import rope_patch; print(rope_patch.__file__)").stdout.strip()
-    assert where == str(folder / "rope_patch" / "__init__.py")
     return folder
 
 
-def run(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder), "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+def run_tests(folder, tests):
+    """Run tests of a copy in a process of its own; return pytest's exit code and output.
+
+    The process is forked from one that has imported torch and transformers, but nothing of ours.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers"])
+    output = folder / "output.txt"
+    process = context.Process(target=_run_in_child, args=(folder, tests, output))
+    process.start()
+    process.join(_PATIENCE)
+    process.kill()
+    process.join()
+    return process.exitcode, output.read_text(encoding="utf-8")
+
+
+def _run_in_child(folder, tests, output):
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    os.environ |= {"PYTHONPATH": str(folder), "PYTEST_ADDOPTS": ""}
+    import rope_patch
+
+    assert rope_patch.__file__ == str(folder / "rope_patch" / "__init__.py")
+    os._exit(pytest.main([*_ONLY, *tests]))
 
 
 @_ENTRIES
@@ -57,16 +75,14 @@ def test_titles_are_unique():
 
 
 @pytest.mark.regress
+@pytest.mark.timeout(_PATIENCE + 60)
 @_ENTRIES
 def test_the_defect_is_caught(defect, copy):
     path, original = copy / defect.file, PROJECT / defect.file
     path.write_text(defect.broken(), encoding="utf-8")
     try:
-        only = ("-o", "addopts=", "-m", "", "-p", "no:cacheprovider", "-x", "-q")
-        result = run(copy, "-m", "pytest", *only, *defect.tests)
+        code, output = run_tests(copy, defect.tests)
     finally:
         shutil.copyfile(original, path)
     # 1: tests ran and failed. Others: nothing ran, or not even the imports worked.
-    assert result.returncode == 1, (
-        f"pytest ended with {result.returncode}:\n{result.stdout[-3000:]}"
-    )
+    assert code == 1, f"pytest ended with {code}:\n{output[-3000:]}"
