@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from helpers.commands import run_in_new_process, run_in_this_process
+from helpers.commands import run_in_new_interpreter, run_in_this_process
 
 import rope_patch
 from rope_patch.cli.commands import WITH_VERDICTS
@@ -42,7 +42,7 @@ def test_diagnose_prints_a_row_for_every_pair():
 
 
 def test_eval_writes_a_report_and_prints_its_path(tmp_path):
-    result = run_in_new_process(
+    result = run_in_new_interpreter(
         *("eval", TINY, "--method", "none,yarn", "--factor", "4", "--lengths", "512"),
         *("--depths", "50", "--out", "out"),
         cwd=tmp_path,
@@ -61,7 +61,7 @@ def test_eval_writes_a_report_and_prints_its_path(tmp_path):
     assert "yarn ×4, 256 → 1,024 tokens" in result.stderr
     assert "\r" not in result.stderr  # no progress bars in a log, neither ours nor the libraries'
     assert all(result.stderr.splitlines())
-    repeated = run_in_new_process(
+    repeated = run_in_new_interpreter(
         *("eval", TINY, "--method", "none,yarn", "--factor", "4", "--lengths", "512"),
         *("--depths", "50", "--report", "out", "--json", "-q"),
         cwd=tmp_path,
@@ -120,7 +120,7 @@ def test_failures_are_one_error_line_and_exit_status_1(arguments, message, tmp_p
 
 
 def test_a_failing_process_prints_one_error_line(tmp_path):
-    result = run_in_new_process("diagnose", TINY, "--factor", "0.5", cwd=tmp_path)
+    result = run_in_new_interpreter("diagnose", TINY, "--factor", "0.5", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: --factor must be at least 1")

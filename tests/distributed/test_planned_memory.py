@@ -42,6 +42,7 @@ def measure(group, tmp_path_factory):
                 folder,
                 group,
                 processes=PROCESSES,
+                forked=False,
                 PYTHONPATH=os.pathsep.join(search_path),
             )
         return [json.loads(report.read_text()) for report in paths]

@@ -1,4 +1,4 @@
-"""Run `rope-patch` commands: in a new process, or faster in this one."""
+"""Run `rope-patch` commands: in a new interpreter, faster in a forked process, or in this one."""
 
 import contextlib
 import io
@@ -6,9 +6,14 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import torch
+
+from helpers.processes import FRESH
 from rope_patch.cli import main
 
 
@@ -20,20 +25,47 @@ class CommandResult(NamedTuple):
     stderr: str
 
 
-def run_in_new_process(*words, cwd=None, **variables):
-    """Run a command in a new process, with one thread and no GPU.
+_ONE_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-    `variables` are added to the process's environment.
-    """
-    one_cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+def run_in_new_interpreter(*words, cwd=None):
+    """Run a command as a user does, imports included; with one thread and no GPU."""
     return subprocess.run(
         [sys.executable, "-c", "from rope_patch.cli import main; main()", *map(str, words)],
         capture_output=True,
         text=True,
         cwd=cwd,
-        env={**os.environ, **one_cpu, **variables},
+        env={**os.environ, **_ONE_CPU},
         check=False,
     )
+
+
+def run_in_new_process(*words, cwd=None, **variables):
+    """Run a command in a new process, with one thread and no GPU.
+
+    The process is forked from one that has imported the package and run nothing of it. `variables`
+    are added to its environment.
+    """
+    own = {**os.environ, **_ONE_CPU, **variables}
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = FRESH.Process(target=_run_command, args=([*map(str, words)], cwd, own, outputs))
+        process.start()
+        process.join()
+        return CommandResult(process.exitcode, *(path.read_text() for path in outputs))
+
+
+def _run_command(words, folder, variables, outputs):
+    for descriptor, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    if folder is not None:
+        os.chdir(folder)
+    os.environ.clear()
+    os.environ |= variables
+    torch.set_num_threads(1)
+    sys.path[:0] = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
+    sys.argv = ["rope-patch", *words]
+    main()
 
 
 def run_in_this_process(*words):

@@ -57,7 +57,7 @@ def run_until_killed(request, answers=None, pieces=None):
     """Run an evaluation that is killed after it wrote `answers` answers or `pieces` pieces."""
     process = FORK.Process(target=_evaluate_until, args=(request, answers, pieces))
     process.start()
-    process.join(60)
+    process.join(300)
     assert process.exitcode == -signal.SIGKILL
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from filelock import FileLock
@@ -17,6 +19,9 @@ from filelock import FileLock
 TESTS = Path(__file__).parents[1]
 SCRIPTS = TESTS / "distributed"
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds to import torch
+# Forks from a process that has run nothing, so that no lock, thread or patch of ours goes along.
+FRESH = multiprocessing.get_context("forkserver")
+FRESH.set_forkserver_preload(["rope_patch.training.trainer", "rope_patch.training.loop"])
 
 
 def run_forked(job, size=2, patience=300):
@@ -74,8 +79,10 @@ def free_port():
         return server.getsockname()[1]
 
 
-def launch(script, folder, *arguments, processes=2, patience=300, **variables):
+def launch(script, folder, *arguments, processes=2, patience=300, forked=True, **variables):
     """Run a script of tests/distributed in processes that can meet in `FOLDER/rendezvous`.
+
+    `forked` processes spare the imports, and share memory with others.
 
     If a process fails, or after `patience` seconds, end all of them and fail with their output
     (`FOLDER/RANK.log`).
@@ -88,27 +95,48 @@ def launch(script, folder, *arguments, processes=2, patience=300, **variables):
     running = []
     try:
         for rank, log in enumerate(logs):
-            command = [sys.executable, SCRIPTS / script, folder, *arguments]
+            words = (SCRIPTS / script, folder, *arguments)
             variables_of_rank = environment(rank, processes) | variables
+            if forked:
+                running.append(
+                    FRESH.Process(target=_run_script, args=(words, variables_of_rank, log))
+                )
+                running[-1].start()
+                continue
             with log.open("w") as output:
                 running.append(
                     subprocess.Popen(
-                        command, stdout=output, stderr=subprocess.STDOUT, env=variables_of_rank
+                        [sys.executable, *words],
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env=variables_of_rank,
                     )
                 )
         deadline = time.monotonic() + patience
         codes = [None]
         while None in codes and not any(codes) and time.monotonic() < deadline:
             time.sleep(0.1)
-            codes = [process.poll() for process in running]
+            codes = [each.exitcode if forked else each.poll() for each in running]
     finally:
         for process in running:
             process.kill()
-            process.wait()
+            process.join() if forked else process.wait()
     if any(code != 0 for code in codes):
         output = "\n".join(f"-- process {log.stem} --\n{log.read_text()}" for log in logs)
         failure_file.write_text(f"exit codes {codes} (None: killed by the test)\n{output}")
         pytest.fail(failure_file.read_text(), pytrace=False)
+
+
+def _run_script(words, variables, log):
+    with log.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.clear()
+    os.environ |= variables
+    torch.set_num_threads(1)
+    sys.argv = [str(word) for word in words]
+    sys.path[:0] = [str(words[0].parent), str(TESTS)]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def environment(rank, processes):

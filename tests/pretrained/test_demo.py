@@ -73,6 +73,7 @@ def test_yarn_keeps_perplexity_at_twice_the_trained_length(model, ids):
     assert plain >= 2 * yarn
 
 
+@pytest.mark.timeout(1800)  # 650 steps of 30 layers, three times
 def test_decoding_matches_rotating_all_keys_afresh(folder, ids):
     """Set a trained length of 512 tokens; the model has 30 layers and logits of size 20."""
     model, part = read_model(folder, dtype=torch.float32), torch.tensor([ids[:650]])

@@ -411,7 +411,7 @@ def test_several_processes_give_the_same_recommendation(model, tmp_path):
         return recommendation.verdict, recommendation.rows
 
     alone = recommend_on_samples(model, most=6)
-    for verdict, rows in run_forked(recommend_in_folder, patience=240):
+    for verdict, rows in run_forked(recommend_in_folder, patience=500):
         assert verdict == alone.verdict
         for ours, theirs in zip(rows, alone.rows, strict=True):
             assert ours["name"] == theirs["name"]

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -13,6 +12,7 @@ from random import Random
 import pytest
 import safetensors.torch
 import torch
+from helpers.processes import FRESH
 from safetensors.torch import load_file
 
 from rope_patch import cli
@@ -107,10 +107,8 @@ class Child:
     """
 
     def __init__(self, recipe, folder, trap=None, **changes):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(RECIPES.values()))
         self.stderr_path = folder.parent / f"{folder.name}.stderr"
-        self.process = context.Process(
+        self.process = FRESH.Process(
             target=_in_child, args=(recipe, arguments(folder, **changes), trap, self.stderr_path)
         )
         self.process.start()
