@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 from unittest import mock
 
-from helpers.processes import FORK
+import torch
+from helpers.processes import FRESH
 
 import rope_patch
 from rope_patch.extending import proof
@@ -35,13 +36,14 @@ def extend_tiny(out, **changes):
 
 def extend_until_killed(out, writes, **changes):
     """Run an extension that is killed once it has written a number of results."""
-    process = FORK.Process(target=_extend_until, args=(out, writes, changes))
+    process = FRESH.Process(target=_extend_until, args=(out, writes, changes))
     process.start()
     process.join(300)
     assert process.exitcode == -signal.SIGKILL
 
 
 def _extend_until(out, writes, changes):
+    torch.set_num_threads(1)
     write, calls = WorkFolder.write, []
 
     def write_and_count(*arguments):

@@ -6,7 +6,9 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from helpers.processes import FORK
+import torch
+
+from helpers.processes import FRESH
 from rope_patch.evaluation.pipeline import evaluate
 from rope_patch.evaluation.request import EvalRequest
 from rope_patch.inference.answers import AnswerStore
@@ -55,13 +57,14 @@ def answer_lines(folder):
 
 def run_until_killed(request, answers=None, pieces=None):
     """Run an evaluation that is killed after it wrote `answers` answers or `pieces` pieces."""
-    process = FORK.Process(target=_evaluate_until, args=(request, answers, pieces))
+    process = FRESH.Process(target=_evaluate_until, args=(request, answers, pieces))
     process.start()
     process.join(300)
     assert process.exitcode == -signal.SIGKILL
 
 
 def _evaluate_until(request, answers, pieces):
+    torch.set_num_threads(1)
     _kill_after(AnswerStore, "put", answers)
     _kill_after(atomic_files, "write_json", pieces)
     evaluate(request)

@@ -10,7 +10,7 @@ import torch
 from train_tiny import recall_batch
 from transformers import AutoModelForCausalLM
 
-from helpers.processes import FORK
+from helpers.processes import FRESH
 from rope_patch.inference.samples import from_labelled_tensors
 from rope_patch.searching import pipeline
 from rope_patch.searching.candidates import Candidate
@@ -90,13 +90,14 @@ def search_numbers(result):
 
 def run_until_killed(after, torn=False, **arguments):
     """Run a search that is killed after `after` measurements; `torn` leaves half of the next."""
-    process = FORK.Process(target=_search_until, args=(after, torn, arguments))
+    process = FRESH.Process(target=_search_until, args=(after, torn, arguments))
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
 
 
 def _search_until(after, torn, arguments):
+    torch.set_num_threads(1)
     append, calls = JournalFile.append, []
 
     def count_and_append(self, *entries):
