@@ -1,5 +1,10 @@
 """A catalogue of mended defects, by the part of the package that had them."""
 
-from regressions import patching
+from regressions import encodings, lengths, patching, position_maps
 
-CATALOGUE = [*patching.DEFECTS]
+CATALOGUE = [
+    *patching.DEFECTS,
+    *position_maps.DEFECTS,
+    *lengths.DEFECTS,
+    *encodings.DEFECTS,
+]
