@@ -1,6 +1,6 @@
 """A catalogue of mended defects, by the part of the package that had them."""
 
-from regressions import encodings, lengths, ops, patching, position_maps
+from regressions import encodings, lengths, methods, ops, patching, position_maps, serving
 
 CATALOGUE = [
     *patching.DEFECTS,
@@ -8,4 +8,6 @@ CATALOGUE = [
     *lengths.DEFECTS,
     *encodings.DEFECTS,
     *ops.DEFECTS,
+    *methods.DEFECTS,
+    *serving.DEFECTS,
 ]
