@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rope_patch
-from rope_patch.methods import registered_methods
+from rope_patch.methods import Geometry, build, registered_methods
 from rope_patch.methods.position_map import PositionMap
 
 # head_dim, rotary_dim, theta, trained_length
@@ -109,6 +109,16 @@ def test_abf_with_a_base_is_plain_rope_at_that_base(model):
     )
     got = frequencies("abf", model, factor=4, new_theta=8e6)
     torch.testing.assert_close(got.inv_freq, at_base.inv_freq, rtol=0, atol=0)
+
+
+def test_another_base_stretches_a_scaled_rotation_as_an_unscaled_one():
+    """Each pair of a config's own scaling is stretched further, and none goes back to theta's."""
+    theta, new_theta, pairs = 1e4, 8e6, 16
+    own = [theta ** (-k / pairs) / (1 + k) for k in range(pairs)]
+    geometry = Geometry(head_dim=2 * pairs, theta=theta, trained_length=4096, base=tuple(own))
+    got = build("abf", factor=4, new_theta=new_theta).frequencies(geometry).inv_freq
+    expected = [f * (new_theta / theta) ** (-k / pairs) for k, f in enumerate(own)]
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("factor", FACTORS)

@@ -116,6 +116,16 @@ def test_packed_and_padded_rows_are_measured_by_their_positions(warnings):
     assert len(warnings()) == 1
 
 
+def test_padding_is_not_counted_where_the_mask_alone_tells_it(warnings):
+    model = make_model()
+    rope_patch.patch(model, "yarn", length=TRAINED + 1)
+    ids, mask = padded([tokens(2 * TRAINED), tokens(TRAINED + 1)], "left")
+    forward(model, ids[1:], attention_mask=mask[1:])
+    assert warnings() == []
+    forward(model, ids, attention_mask=mask)
+    assert len(warnings()) == 1
+
+
 @pytest.mark.parametrize("arguments", [{"length": TRAINED + 8}, {}])
 def test_methods_that_follow_the_length_have_no_limit(arguments, warnings):
     model = make_model()

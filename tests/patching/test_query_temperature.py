@@ -22,6 +22,8 @@ from helpers.tiny_models import (
 from transformers import AttentionInterface, DynamicCache
 
 import rope_patch
+from rope_patch.methods.temperature import Temperature
+from rope_patch.patching.query_temperature import QueryScaling
 
 TEMPERATURES = {
     1.5: lambda p: 1.5,
@@ -192,6 +194,17 @@ def test_padded_rows_count_from_their_first_token():
     options = {"attention_mask": mask, "position_ids": positions}
     got, expected = forward(model, ids, **options), forward(truth, ids, **options)
     close(got[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_in_16_bits_are_rounded_once(dtype):
+    """A factor in 16 bits would shift all logits of a query the same way."""
+    scaling = QueryScaling(Temperature.parse("log-n"), TRAINED)
+    query = torch.randn(1, 4, LONG, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    factors = [max(1, math.log(p + 1) / math.log(TRAINED)) for p in range(LONG)]
+    exact = query.double() * torch.tensor(factors, dtype=torch.float64)[:, None]
+    got = scaling.scale(query, torch.arange(LONG)[None])
+    assert (got != exact.to(dtype)).double().mean() < 1e-3  # ties of a rounding to float32
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

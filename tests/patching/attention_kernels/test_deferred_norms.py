@@ -102,12 +102,15 @@ def test_error_within_an_attention_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError):
         logits(model)
     handle.remove()
+    undo = hook(model)  # which what was decided before the error knows nothing of
+    assert_differs(logits(model), expected)
+    undo()
     assert_close(logits(model), expected)
     handle = model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         logits(model)
-    reference = weakref.ref(model)
-    del model, handle
+    reference = weakref.ref(model.model.layers[0].self_attn)
+    del model, handle, undo
     gc.collect()
     assert reference() is None
 

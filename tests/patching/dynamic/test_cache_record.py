@@ -286,6 +286,14 @@ def test_cache_with_unrecorded_rows_is_refused(model):
         model(tokens(1, batch=2), past_key_values=cache)
 
 
+def test_cache_with_a_layer_of_no_known_layer_is_refused(model):
+    """Its keys would keep the frequencies of the shorter text."""
+    cache = fill_cache(model, tokens(TRAINED), TRAINED)
+    cache.layers.append(copy.deepcopy(cache.layers[0]))
+    with pytest.raises(ValueError, match=r"layer \d of the cache belongs to none"):
+        model(tokens(1), past_key_values=cache)
+
+
 def test_cache_of_other_layer_types_is_refused():
     model = make_model("gemma3")
     rope_patch.patch(model, "dynamic-yarn")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from architectures.cached_rotation import assert_followed
 from architectures.tiny_architectures import tiny_model
 from helpers.releases import plain_transformers, require_model
 from helpers.tiny_models import (
@@ -114,6 +115,12 @@ def test_cached_keys_are_rerotated(model_type):
     rope_patch.unpatch(model)
     plain = forward(model, ids)[:, -1]
     assert (decoded - plain).abs().max() > 1e-3
+
+
+def test_keys_of_layers_that_run_several_times_are_rerotated():
+    """Dory's loops cache the keys of each time in another layer of the cache."""
+    require_model("dory")
+    assert_followed(tiny_model("dory"), lambda handle, kind, inv_freq: inv_freq)
 
 
 @pytest.mark.parametrize(

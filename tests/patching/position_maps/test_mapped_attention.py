@@ -127,3 +127,13 @@ def test_torch_export_is_refused_in_a_sentence():
     assert len(str(error.value)) < 400
     handle.undo()
     assert torch.export.export(model, (), {"input_ids": tokens(TRAINED + 20)}, strict=False)
+
+
+def test_texts_that_a_map_cannot_reach_are_refused():
+    """With groups of 2 beyond 16 exact tokens, 112 tokens have 64 positions, and 113 have more."""
+    model = make_model()
+    options = {"window": 16, "group": 2}
+    assert rope_patch.patch(model, "self-extend", length=112, **options).length == 112
+    rope_patch.unpatch(model)
+    with pytest.raises(rope_patch.Refused, match="up to 112 tokens, and the request is for 113"):
+        rope_patch.patch(model, "self-extend", length=113, **options)

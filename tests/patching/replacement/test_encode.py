@@ -18,6 +18,7 @@ from helpers.encoded_models import (
     require_release,
     tokens,
 )
+from helpers.tiny_models import make_model
 
 import rope_patch
 
@@ -76,6 +77,15 @@ def test_a_refused_encoding_leaves_the_first():
     before = logits(model, tokens())
     with pytest.raises(rope_patch.Refused):
         rope_patch.encode(model, "sinusoidal", layout="thirds")
+    assert torch.equal(logits(model, tokens()), before)
+
+
+def test_an_encoding_that_does_not_fit_leaves_the_first():
+    """Gemma 3 has several rotations, which shows when the first encoding is undone already."""
+    model = encoded("alibi", {}, make_model("gemma3"))
+    before = logits(model, tokens())
+    with pytest.raises(rope_patch.Refused, match="several rotations"):
+        rope_patch.encode(model, "rope", base=50.0)
     assert torch.equal(logits(model, tokens()), before)
 
 

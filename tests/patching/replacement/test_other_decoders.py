@@ -93,6 +93,19 @@ def test_attentions_that_a_bias_cannot_reach_are_refused(name, why):
     assert torch.equal(one_pass(model, text()), before)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_to_later_tokens_is_refused_under_a_bias(implementation):
+    """No distance is defined ahead of a query, so the mask with the bias would hide those keys."""
+    model = build("llama", implementation)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    if implementation == "eager":  # whose keys a mask alone hides
+        model.config.is_causal = False
+    rope_patch.encode(model, "alibi")
+    with pytest.raises(rope_patch.Refused, match="attends to later tokens"):
+        one_pass(model, text())
+
+
 @pytest.mark.parametrize(
     ("name", "encoding", "why"),
     [
