@@ -5,6 +5,7 @@ import torch
 from helpers import wrong_engines
 from helpers.engine_server import EngineServer
 from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, configured, plain, scaled_twice
+from transformers import AutoTokenizer
 
 import rope_patch
 
@@ -51,6 +52,19 @@ def test_sliding_layers_that_were_scaled_too():
     rope_patch.patch(model, "yarn", factor=4, layer_types=["full_attention", "sliding_attention"])
     found = verify(model, against=ASSETS / "tiny-gemma3")
     assert found.verdict.explains == ("all-layers",)
+
+
+def test_noise_is_measured_on_tokens_that_are_possible(tmp_path):
+    """Of most pairs of a large vocabulary, no token is: they hid what 8 bits do to SmolLM2."""
+    sharp = plain("llama")
+    with torch.no_grad():
+        sharp.model.norm.weight.mul_(4)  # most tokens are below -15 nats
+    sharp.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path)
+    rope_patch.patch(sharp, "yarn", factor=FACTOR)
+    found = verify(wrong_engines.round_to_8_bits(sharp), against=tmp_path)
+    assert found.verdict.explains == ("as-asked",)
+    assert found.verdict.noise > 0.02
 
 
 def test_rotation_that_no_hypothesis_has_is_no_verdict():
