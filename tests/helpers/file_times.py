@@ -59,7 +59,8 @@ def pytest_runtest_makereport():
 
 
 def pytest_runtest_logreport(report):
-    _seconds[report.nodeid.partition("::")[0]] += report.cpu_seconds
+    seconds = getattr(report, "cpu_seconds", 0.0)  # pytest-xdist reports a crash without it
+    _seconds[report.nodeid.partition("::")[0]] += seconds
 
 
 def pytest_sessionfinish(session):
