@@ -9,7 +9,7 @@ import torch
 
 from rope_patch.verifying.engine import Observation
 
-_LEAST = -15.0  # nats; below it, log-probabilities are noise of 16-bit logits
+LEAST = -15.0  # nats; below it, log-probabilities are noise of 16-bit logits
 _BLOCK = 32  # neighbouring tokens, whose noise may be common
 _FREEDOM = 4.0  # of Student's t, whose tails forgive a few odd tokens
 
@@ -101,7 +101,7 @@ class Evidence:
 
 
 def _clamp(log_probs: torch.Tensor) -> torch.Tensor:
-    return log_probs.clamp(min=_LEAST)
+    return log_probs.clamp(min=LEAST)
 
 
 def _surprise(residuals: torch.Tensor, scale: float) -> torch.Tensor:

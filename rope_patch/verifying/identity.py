@@ -8,18 +8,18 @@ engine and reference differ by there is weights, vocabulary and numerics alone. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from rope_patch.verifying.engine import CannotVerify, Engine, Observation
+from rope_patch.verifying.evidence import LEAST
 from rope_patch.verifying.hypothesis import Hypothesis
 from rope_patch.verifying.probe_prompts import PAIR, ProbePrompt, PromptMaker
 from rope_patch.verifying.reference import Reference
 
 _PAIRS = 16
-_MOST_DRAWN = 512  # pairs; of SmolLM2's, one in eight is possible
 _OTHER_MODEL = 1.5  # nats a token: more than weights of four bits lose
-_LEAST = -15.0  # nats
 _QUIET = 1e-3  # nats a token: too little to look for an attention factor in it
 
 
@@ -74,28 +74,25 @@ def measure_noise(
 
 
 def _possible_pairs(reference: Reference, maker: PromptMaker) -> list[ProbePrompt]:
-    """Return pairs whose second token the model finds possible, or the last ones that were drawn.
+    """Return pairs of random tokens, with second ones that the model finds possible.
 
-    Of a large vocabulary most pairs are not: an engine and a reference that both find a token
-    impossible say nothing about noise.
+    Of a large vocabulary, few are (an eighth of SmolLM2's). An engine and a reference that both
+    find a token impossible say nothing about noise.
     """
-    possible: list[ProbePrompt] = []
-    for _ in range(_MOST_DRAWN // _PAIRS):
-        drawn = [maker.make(PAIR, 2) for _ in range(_PAIRS)]
-        log_probs = reference.plain_log_probs(drawn).tolist()
-        possible += [pair for pair, value in zip(drawn, log_probs, strict=True) if value > _LEAST]
-        if len(possible) >= _PAIRS:
-            break
-    return possible[:_PAIRS] or drawn
+    vocabulary = torch.tensor(maker.vocabulary)
+    pairs = []
+    for pair in (maker.make(PAIR, 2) for _ in range(_PAIRS)):
+        first, second = pair.ids
+        log_probs = reference.plain_next_log_probs(first)[vocabulary]
+        possible = vocabulary[log_probs > LEAST].tolist() or [int(vocabulary[log_probs.argmax()])]
+        if second not in possible:
+            second = possible[second % len(possible)]
+        pairs.append(replace(pair, ids=(first, second)))
+    return pairs
 
 
 def _difference(observed: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the mean difference of the tokens that one of the two finds possible."""
-    # Below, log-probabilities are noise of 16-bit logits. Counted as equal, tokens there hid nine
-    # tenths of what 8 bits do to SmolLM2 (.124 nats).
-    is_possible = (observed > _LEAST) | (expected > _LEAST)
-    differences = (observed.clamp(min=_LEAST) - expected.clamp(min=_LEAST)).abs()
-    return float(differences[is_possible].mean()) if is_possible.any() else 0.0
+    return float((observed.clamp(min=LEAST) - expected.clamp(min=LEAST)).abs().mean())
 
 
 def _attention_factors(hypothesis: Hypothesis) -> tuple[float, ...]:

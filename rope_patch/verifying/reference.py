@@ -52,6 +52,12 @@ class Reference:
         """Return the scored tokens' log-probabilities under the model's own rotation, `[N]`."""
         return torch.cat([self._read(prompt) for prompt in prompts])
 
+    @torch.no_grad()
+    def plain_next_log_probs(self, token: int) -> torch.Tensor:
+        """Return the log-probabilities of all tokens after a text of one, `[vocabulary]`."""
+        ids = torch.tensor([[token]], device=self._device)
+        return self.model(ids, use_cache=False).logits[0, -1].float().log_softmax(-1).cpu()
+
     def _read(self, prompt: ProbePrompt) -> torch.Tensor:
         ids = torch.tensor([prompt.ids], device=self._device)
         keep = torch.tensor([p - 1 for p in prompt.scored], device=self._device)

@@ -6,6 +6,13 @@ _CHECKS = "tests/diagnosing/checks"
 
 DEFECTS = [
     Defect(
+        "an engine's noise is measured on tokens that engine and model find impossible",
+        "rope_patch/verifying/identity.py",
+        "        if second not in possible:\n            second = possible[second % len(possible)]\n",
+        "",
+        ("tests/verifying/test_verdicts.py::test_noise_is_measured_on_tokens_that_are_possible",),
+    ),
+    Defect(
         "saved frequencies meet new angles, because float32 and float64 differ in the last bit",
         "rope_patch/diagnosing/pairs.py",
         "self.turns_at_length > self.turns * (1 + _ROUNDING)",
