@@ -10,8 +10,14 @@ DEFECTS = [
     Defect(
         "a bias of `encode` reaches the choice of sparse attention",
         "rope_patch/patching/architecture/attention_source.py",
-        "        elif isinstance(node, ast.Assign) and any(_is_name(name, MASK) for name in node.targets):\n"
-        "            given.append(node.value)\n",
+        """        elif ast.unparse(call.func).startswith("self.") and _mentions(call, MASK):
+            return False  # self.indexer(..., attention_mask, ...)
+    assigned = [node for node in nodes if isinstance(node, ast.Assign) and _assigns(node, MASK)]
+    changes = [node for node in nodes if _is_name(node, MASK) and isinstance(node.ctx, ast.Store)]
+    if len(changes) > len(assigned):  # by another statement, such as +=
+        return False
+    given += [node.value for node in assigned]
+""",
         "",
         (f"{_TESTS}/replacement/test_other_decoders.py",),
     ),

@@ -12,7 +12,7 @@ import inspect
 import re
 import textwrap
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from rope_patch.transformers_api.forwards import MASK
 from rope_patch.transformers_api.models import APPLY_ROTATION as APPLY
@@ -119,14 +119,20 @@ def hands_mask_on(module_class: Any) -> bool:
         source = inspect.getsource(undecorated_forward(module_class))
     except (OSError, TypeError, AttributeError):
         return False
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(source))))
     given: list[ast.expr] = []
-    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+    for call in (node for node in nodes if isinstance(node, ast.Call)):
         # function(self, query, key, value, attention_mask, ...)
-        if isinstance(node, ast.Call) and len(node.args) >= 4 and _is_name(node.args[0], "self"):
-            named = [each.value for each in node.keywords if each.arg == MASK]
-            given += named or node.args[4:5]
-        elif isinstance(node, ast.Assign) and any(_is_name(name, MASK) for name in node.targets):
-            given.append(node.value)
+        if len(call.args) >= 4 and _is_name(call.args[0], "self"):
+            named = [each.value for each in call.keywords if each.arg == MASK]
+            given += named or call.args[4:5]
+        elif ast.unparse(call.func).startswith("self.") and _mentions(call, MASK):
+            return False  # self.indexer(..., attention_mask, ...)
+    assigned = [node for node in nodes if isinstance(node, ast.Assign) and _assigns(node, MASK)]
+    changes = [node for node in nodes if _is_name(node, MASK) and isinstance(node.ctx, ast.Store)]
+    if len(changes) > len(assigned):  # by another statement, such as +=
+        return False
+    given += [node.value for node in assigned]
     return bool(given) and all(
         _is_name(mask.value if isinstance(mask, ast.Subscript) else mask, MASK) for mask in given
     )
@@ -210,5 +216,13 @@ def _norm_before(body: list[ast.stmt], call: ast.Call, argument: ast.expr) -> st
     return None
 
 
-def _is_name(node: ast.AST, name: str) -> bool:
+def _is_name(node: ast.AST, name: str) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name) and node.id == name
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(_is_name(each, name) for each in ast.walk(node))
+
+
+def _assigns(node: ast.Assign, name: str) -> bool:
+    return len(node.targets) == 1 and _is_name(node.targets[0], name)
