@@ -124,6 +124,7 @@ class SearchJournal:
         if not lines:
             return  # a kill cut line 1 short: nothing was measured
         header = _parse_header(file.path, lines[0])
+        self._compare_as_written(file.path, header)
         self._require_same_identity(file.path, header)
         if header["format"] == _FORMAT_WITHOUT_DIGESTS:
             self._is_damaged = True  # written anew
@@ -149,6 +150,19 @@ class SearchJournal:
             )
         self._has_warned = True
 
+    def _compare_as_written(self, path: Path, header: dict[str, Any]) -> None:
+        """Leave the config out, with a warning, where a file of 0.1 goes on, which noted none."""
+        stored = header.get("identity")
+        if "config" not in self._identity or not isinstance(stored, dict) or "config" in stored:
+            return
+        del self._identity["config"]
+        self._search_id = checksums.json_digest(self._identity)[:16]
+        logger.warning(
+            "%s was begun by an earlier release, which did not note the model's config: it goes on "
+            "with the config of now. If the config was edited since, give another folder",
+            path,
+        )
+
     def _require_same_identity(self, path: Path, header: dict[str, Any]) -> None:
         formats = (FORMAT, _FORMAT_WITHOUT_DIGESTS)
         if header.get("format") not in formats or not isinstance(header.get("identity"), dict):
@@ -158,15 +172,6 @@ class SearchJournal:
                 "or give another folder"
             )
         stored = header["identity"]
-        if "config" in self._identity and "config" not in stored:
-            self._identity.pop("config")
-            self._search_id = checksums.json_digest(self._identity)[:16]
-            logger.warning(
-                "%s was begun by an earlier release, which did not note the model's config: it "
-                "goes on with the config of now. If the config was edited since, give another "
-                "folder",
-                path,
-            )
         names = dict.fromkeys([*stored, *self._identity])
         differences = [
             f"{name} is {_abbreviate(stored.get(name))} there and "

@@ -4,6 +4,15 @@ from regressions.defect import Defect
 
 DEFECTS = [
     Defect(
+        "a search goes on with measurements of the config before an edit",
+        "rope_patch/searching/model.py",
+        '        "config": provenance.config_fingerprint(model.config),\n',
+        "",
+        (
+            "tests/searching/test_search_pipeline.py::test_the_journal_of_a_model_with_another_config_is_refused",
+        ),
+    ),
+    Defect(
         "a search goes on with the measurements of a model with another config",
         "rope_patch/searching/model.py",
         '        "config": provenance.config_fingerprint(model.config),\n',
