@@ -13,7 +13,7 @@ import check_memory_plan
 import memory_worker
 import pytest
 import shims
-from helpers.processes import launch, shared_folder
+from helpers.processes import SPAWN, launch, shared_folder
 
 from rope_patch.training.memory.model import memory_need
 
@@ -42,7 +42,7 @@ def measure(group, tmp_path_factory):
                 folder,
                 group,
                 processes=PROCESSES,
-                forked=False,
+                context=SPAWN,
                 PYTHONPATH=os.pathsep.join(search_path),
             )
         return [json.loads(report.read_text()) for report in paths]

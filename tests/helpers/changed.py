@@ -53,7 +53,8 @@ def nearest_tests(paths):
         for folder in ("rope_patch", "tests")
         for path in (PROJECT / folder).rglob("*.py")
     }
-    names = {module_name(path): path for path in sources}
+    removed = [path for path in paths if path.suffix == ".py" and not path.exists()]
+    names = {module_name(path): path for path in [*sources, *removed]}
     importers = defaultdict(set)
     for path, source in sources.items():
         for name in imported_names(path, source):
@@ -69,6 +70,8 @@ def nearest_tests(paths):
         users = importers[path]
         if path.suffix != ".py":  # a template, a recipe, a table: who names it?
             users = {each for each, source in sources.items() if path.name in source}
+        elif not users:  # some modules are imported by a list of their names
+            users = {each for each, source in sources.items() if f'"{path.stem}"' in source}
         for user in users - distance.keys():
             distance[user] = distance[path] + 1
             queue.append(user)

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import runpy
 import socket
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ FORK = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds 
 # Forks from a process that has run nothing, so that no lock, thread or patch of ours goes along.
 FRESH = multiprocessing.get_context("forkserver")
 FRESH.set_forkserver_preload(["rope_patch.training.trainer", "rope_patch.training.loop"])
+SPAWN = multiprocessing.get_context("spawn")  # for those whose memory is measured
 
 
 def run_forked(job, size=2, patience=300):
@@ -79,10 +79,8 @@ def free_port():
         return server.getsockname()[1]
 
 
-def launch(script, folder, *arguments, processes=2, patience=300, forked=True, **variables):
+def launch(script, folder, *arguments, processes=2, patience=300, context=FRESH, **variables):
     """Run a script of tests/distributed in processes that can meet in `FOLDER/rendezvous`.
-
-    `forked` processes spare the imports, and share memory with others.
 
     If a process fails, or after `patience` seconds, end all of them and fail with their output
     (`FOLDER/RANK.log`).
@@ -96,31 +94,18 @@ def launch(script, folder, *arguments, processes=2, patience=300, forked=True, *
     try:
         for rank, log in enumerate(logs):
             words = (SCRIPTS / script, folder, *arguments)
-            variables_of_rank = environment(rank, processes) | variables
-            if forked:
-                running.append(
-                    FRESH.Process(target=_run_script, args=(words, variables_of_rank, log))
-                )
-                running[-1].start()
-                continue
-            with log.open("w") as output:
-                running.append(
-                    subprocess.Popen(
-                        [sys.executable, *words],
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        env=variables_of_rank,
-                    )
-                )
+            own = environment(rank, processes) | variables
+            running.append(context.Process(target=_run_script, args=(words, own, log)))
+            running[-1].start()
         deadline = time.monotonic() + patience
         codes = [None]
         while None in codes and not any(codes) and time.monotonic() < deadline:
             time.sleep(0.1)
-            codes = [each.exitcode if forked else each.poll() for each in running]
+            codes = [process.exitcode for process in running]
     finally:
         for process in running:
             process.kill()
-            process.join() if forked else process.wait()
+            process.join()
     if any(code != 0 for code in codes):
         output = "\n".join(f"-- process {log.stem} --\n{log.read_text()}" for log in logs)
         failure_file.write_text(f"exit codes {codes} (None: killed by the test)\n{output}")
