@@ -55,6 +55,11 @@ def nearest_tests(paths):
     }
     removed = [path for path in paths if path.suffix == ".py" and not path.exists()]
     names = {module_name(path): path for path in [*sources, *removed]}
+    for path, source in sources.items():
+        if path.name == "__init__.py":
+            package = module_name(path)
+            for module, words in front_names(source).items():
+                names |= {f"{package}.{word}": names[f"{package}.{module}"] for word in words}
     importers = defaultdict(set)
     for path, source in sources.items():
         for name in imported_names(path, source):
@@ -98,6 +103,19 @@ def imported_names(path, source):
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
             yield node.module
+
+
+def front_names(source):
+    """Return the modules whose names a package gives by `utils.front`, with these names."""
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "front"
+        ):
+            table = ast.literal_eval(node.args[1])
+            return {module: words.split() for module, words in table.items()}
+    return {}
 
 
 def main():

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+from functools import cache
 
 import pytest
 
@@ -62,11 +63,19 @@ def _run_in_child(folder, tests, output):
     os._exit(pytest.main([*_ONLY, *tests]))
 
 
+@cache
+def functions_in(path):
+    """Return the names of the functions in a file of tests."""
+    tree = ast.parse((PROJECT / path).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
 @_ENTRIES
 def test_the_change_applies_and_leaves_python(defect):
     ast.parse(defect.broken())
     for test in defect.tests:
-        assert (PROJECT / test.partition("::")[0]).is_file(), test
+        path, *names = test.partition("[")[0].split("::")
+        assert functions_in(path).issuperset(names[-1:]), test
 
 
 def test_titles_are_unique():
