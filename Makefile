@@ -2,6 +2,7 @@
 # make test            the tests that take minutes; make test-slow the others
 # make test-changed    what a change can break, nearest first, for two minutes
 # make test-regress    mended defects, brought back one at a time: a test must fail
+# make test-mutants    random lines of numerics, changed one at a time: a test should fail
 # make test-installed  the commands from a wheel, in an environment of its own
 # make test-engines    the plugin for vLLM, exports and verdicts, in engines, in their environment
 # make test-vllm-source  what the plugin leans on, in the source of the vLLM named by VLLM
@@ -37,7 +38,7 @@ RECORD := PYTHONPATH=$(CURDIR)/tests/compatibility
 RUNS := tests/compatibility/runs
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-changed test-slow test-regress test-installed test-engines \
+.PHONY: demo test test-changed test-slow test-regress test-mutants test-installed test-engines \
 	test-vllm-source test-triton test-oldest test-newest test-transformers lint docs clean
 
 # Six texts are the fewest that can decide.
@@ -58,6 +59,10 @@ test-changed: $(VENV)/installed
 
 test-regress: $(VENV)/installed
 	$(BIN)/pytest -n 2 -m regress tests/regressions
+
+# Goes on where it was stopped.
+test-mutants: $(VENV)/mutants
+	PYTHONPATH=tests $(BIN)/python -m regressions.mutants
 
 test-installed: $(VENV)/installed
 	$(BIN)/pytest -m installed tests/installed
@@ -143,6 +148,10 @@ $(DEMO)/installed: pyproject.toml constraints.txt $(SOURCES)
 	$(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/pip install --quiet --upgrade pip
 	$(DEMO)/bin/pip install --quiet --constraint constraints.txt ".[demo]"
+	touch $@
+
+$(VENV)/mutants: $(VENV)/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --group mutants
 	touch $@
 
 $(VENV)/docs: $(VENV)/installed
