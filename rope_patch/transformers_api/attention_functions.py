@@ -216,7 +216,10 @@ def _documents(arguments: dict[str, Any], query: torch.Tensor) -> torch.Tensor |
     borders, positions = arguments.get("cu_seq_lens_q"), arguments.get(POSITIONS)
     if borders is not None and all(arguments.get(name) is not None for name in _PACKING):
         places = torch.arange(query.shape[2], device=borders.device)
-        return torch.bucketize(places, borders[1:], right=True)[None]
-    if positions is None or len(query) != 1 or positions.ndim != 2:
+        number = torch.bucketize(places, borders[1:], right=True)[None]
+    elif positions is not None and len(query) == 1 and positions.ndim == 2:
+        number = (positions == positions.amin()).cumsum(1)
+    else:
         return None
-    return (positions == positions.amin()).cumsum(1)
+    # Models hand on the positions of whole rows, too.
+    return None if bool((number == number[:, :1]).all()) else number

@@ -10,6 +10,7 @@ import mapped_measurements as measurements
 import pytest
 import torch
 import transformers
+from architectures.tiny_architectures import TRAINED, tiny_model
 from helpers.releases import require_model
 from helpers.tiny_models import OLD_TRANSFORMERS
 from mapped_measurements import (
@@ -68,6 +69,31 @@ def test_plain_models_do_not_do_what_mapped_ones_are_not_asked(name):
     assert name not in NOT_STEPWISE or max(stepwise) > CLOSE
     assert name not in NOT_PADDED or max(row) > CLOSE
     assert name not in NOT_ALIKE or difference(plain[0], plain[-1]) > CLOSE
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {}),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}),  # sinks
+        ("gemma2", {"layer_types": ["full_attention"] * 2}),  # bounded logits
+    ],
+)
+def test_mapped_models_see_the_same_under_flash_attention(name, changes):
+    """Compare with eager attention; flash attention itself, which CPUs lack, is not called."""
+    require_model(name)
+    model, ids = tiny_model(name, **changes), tokens(LONG)
+    for attention in (layer.self_attn for layer in model.model.layers):
+        if hasattr(attention, "sinks"):
+            torch.nn.init.normal_(attention.sinks, std=3)
+    model.set_attn_implementation("eager")
+    rope_patch.patch(model, "self-extend", window=8, trained_length=TRAINED)
+    expected, row = one_pass(model, ids), padded(model, ids)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+        assert difference(one_pass(model, ids), expected) < CLOSE
+        assert difference(in_chunks(model, ids), expected) < CLOSE
+        assert difference(padded(model, ids), row) < CLOSE
 
 
 def test_page_names_the_attentions_that_a_model_runs():

@@ -170,4 +170,24 @@ DEFECTS = [
         "",
         ("tests/integrations/test_continuous_batching.py::test_position_maps_are_refused",),
     ),
+    Defect(
+        "a whole row under flash attention counts as packed, so a map goes without fused parts",
+        "rope_patch/transformers_api/attention_functions.py",
+        "    return None if bool((number == number[:, :1]).all()) else number\n",
+        "    return number\n",
+        (
+            "tests/patching/position_maps/test_mapped_masks.py"
+            "::test_a_whole_row_is_causal_under_flash_attention",
+        ),
+    ),
+    Defect(
+        "a map's fused parts leave out attention sinks",
+        f"{_FOLDER}/parts.py",
+        "        merged.add_sinks(sinks)\n",
+        "        pass\n",
+        (
+            "tests/architectures/test_mapped_architectures.py"
+            "::test_mapped_models_see_the_same_under_flash_attention",
+        ),
+    ),
 ]

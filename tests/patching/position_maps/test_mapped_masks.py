@@ -271,6 +271,18 @@ def test_flash_attention_shows_keys_by_order_padding_and_packing(
     assert seen.expand(steps, -1).sum(-1).tolist() == counts
 
 
+def test_a_whole_row_is_causal_under_flash_attention():
+    query, key = random(1, H, S, D), random(1, K, S, D)
+    for positions, is_whole in ((torch.arange(S), True), (torch.arange(S) % 4, False)):
+        call = read_call(
+            *(flash_attention_forward, Attention(), query, key, None),
+            {"position_ids": positions[None]},
+            filled=S,
+            **KNOWN,
+        )
+        assert Visibility(call, query, key).is_causal() == is_whole
+
+
 # Of T5's kind; SDPA and eager attention take it in later releases alone.
 BIASED = {"position_bias": torch.ones(1)}
 READERS = [sdpa_attention_forward, getattr(modeling_t5, "eager_attention_forward", None)]
