@@ -4,6 +4,7 @@ A plugin of pytest, which conftest.py loads. CPU time counts the processes that 
 waits for, but not those of `helpers.processes.FRESH`. It depends less on what else the machine does
 than time does, but two busy cores can double it. `--write-file-times` keeps the times in
 file_times.json; by these, quick files run first, so that most failures are known in minutes.
+`python tests/helpers/file_times.py` prints the table of docs/contributing.md from them.
 """
 
 import json
@@ -92,3 +93,17 @@ def _above_budget(config):
     if "not slow" not in config.getoption("markexpr"):
         return []
     return [path for path, seconds in _seconds.most_common() if seconds > BUDGET]
+
+
+def table(rows=20):
+    """Return the slowest files of the record, and all others in one row, as Markdown."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    lines = ["| file | CPU seconds |", "|:--|--:|"]
+    lines += [f"| {path} | {seconds:.0f} |" for path, seconds in [*record.items()][:rows]]
+    rest = [*record.values()][rows:]
+    lines.append(f"| {len(rest)} others, at most {max(rest):.0f} each | {sum(rest):,.0f} |")
+    return "\n".join([*lines, f"| all {len(record)} | {sum(record.values()):,.0f} |"])
+
+
+if __name__ == "__main__":
+    print(table())
