@@ -196,7 +196,7 @@ def test_block_size_does_not_change_results(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize("required", ["q", "k", "qk", "q alone"])
 def test_gradients(required, tokens, interleaved, monkeypatch):
     monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 7 * 2 * 6)
