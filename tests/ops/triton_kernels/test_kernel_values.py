@@ -151,7 +151,7 @@ def test_a_head_and_weights_of_zero(op):
 
 # -- positions and frequencies ---------------------------------------------------------------------
 
-NUMBERS = torch.arange(24)
+NUMBERS = torch.arange(24, device=DEVICE)
 IN_TURN = torch.arange(24) % 3
 ROTATIONS = {
     "negative": {"positions": torch.tensor([[-3, -2, -1], [-(10**9), 3, -1]])},
