@@ -4,9 +4,11 @@ It patches `triton.language` for each launch, and again at each call of a device
 nothing is left to patch: a third of the time of a kernel that calls several.
 """
 
+import functools
 import importlib
 
 
+@functools.cache  # each caller would wrap what the one before has wrapped
 def patch_language_once_a_launch():
     """Leave out the patches within a launch, if this Triton has them."""
     try:
