@@ -10,8 +10,7 @@ import pytest
 from scipy import stats
 
 from rope_patch import statistics
-from rope_patch.statistics.clustered_mean import hall_p_values
-from rope_patch.statistics.sign_flips import sign_flip_p, sign_flip_test
+from rope_patch.statistics import hall_p_values, sign_flip_p, sign_flip_test
 
 
 def run_of(texts: int, seed: int, *, is_stratified: bool, mean: float = 0.8):
