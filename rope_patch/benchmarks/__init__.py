@@ -1,1 +1,18 @@
 """Benchmarks of the kernels and of prefix sharing."""
+
+from rope_patch.utils.front import front
+
+__all__, __getattr__, __dir__ = front(
+    __name__,
+    {
+        "kernels.implementations": (
+            "Implementation Unavailable auto_implementation builtin_implementations"
+        ),
+        "kernels.launch_count": "LaunchCounts count_launches",
+        "kernels.request": "KernelBenchRequest",
+        "kernels.third_party": "third_party_implementations",
+        "kernels.shapes": "SHAPES Problem samples_needed",
+        "kernels.timing": "QueueSleep peak_memory time_calls",
+        "kernels.workers": "CopyBaseline ImplementationRun copied_bytes moved_bytes",
+    },
+)

@@ -16,6 +16,20 @@ from rope_patch.methods.base import Frequencies, Method, option
 from rope_patch.methods.plugins import load_plugin
 from rope_patch.methods.registry import build, register_method, registered_methods
 from rope_patch.utils.deprecation import warn_renamed
+from rope_patch.utils.front import front
+
+_lazy, __getattr__, __dir__ = front(
+    __name__,
+    {
+        "dynamic": "Dynamic",
+        "encoding_methods": "ENCODING_METHODS",
+        "mixed": "Mixed",
+        "origin": "origin_of",
+        "position_map": "PositionMap Region near_region",
+        "registry": "find_method get_method outside_methods",
+        "temperature": "Temperature",
+    },
+)
 
 __all__ = [
     "Frequencies",
@@ -28,6 +42,7 @@ __all__ = [
     "option",
     "register_method",
     "registered_methods",
+    *_lazy,
 ]
 
 for _file in (

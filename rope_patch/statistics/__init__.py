@@ -10,6 +10,7 @@ from rope_patch.statistics.clustered_mean import (
     ClusteredMean,
     MeanTest,
     clustered_mean,
+    hall_p_values,
     mean_test,
     two_means_p,
 )
@@ -23,7 +24,7 @@ from rope_patch.statistics.retention import (
     stratified_mean,
 )
 from rope_patch.statistics.sequential import look_factor
-from rope_patch.statistics.sign_flips import least_texts
+from rope_patch.statistics.sign_flips import least_texts, sign_flip_p, sign_flip_test
 
 __all__ = [
     "POWER",
@@ -36,6 +37,7 @@ __all__ = [
     "bootstrap_mean",
     "clustered_mean",
     "effective_length",
+    "hall_p_values",
     "holm",
     "is_precise",
     "least_texts",
@@ -48,6 +50,8 @@ __all__ = [
     "required_samples",
     "required_texts",
     "retention",
+    "sign_flip_p",
+    "sign_flip_test",
     "smallest_effect",
     "stratified_mean",
     "texts_to_decide",

@@ -46,6 +46,17 @@ def assert_rounded(got, expected, dtype):
     assert (error <= ROUNDING[dtype] * (expected.abs() + 1)).all(), error.max()
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_auto_chooses_triton_for_plain_tensors():
+    x = torch.ones(1, 1, 1, 8, device="cuda")
+    assert ops.use_triton(x) is (ops.triton_unavailable_reason() is None)
+    assert not ops.use_triton(x.double())
+    assert not ops.use_triton(x.as_subclass(Subclass))
+
+
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_rotation_and_gradient_match_float64(geometry, dtype):

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from rope_patch import ops
-from rope_patch.ops.dispatch import is_interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Triton's interpreter truncates to bfloat16, where a GPU rounds.
-TRUNCATED_DTYPES = {torch.bfloat16} if is_interpreted() else set()
+TRUNCATED_DTYPES = {torch.bfloat16} if ops.is_interpreted() else set()
 
 
 # -- angles ----------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Names of methods by what they change."""
 
-from rope_patch.methods import registered_methods
-from rope_patch.methods.position_map import PositionMap
+from rope_patch.methods import PositionMap, registered_methods
 
 
 def position_maps():

@@ -6,10 +6,7 @@ import pytest
 import torch
 from test_options import GEOMETRIES, frequencies, plain
 
-import rope_patch
-from rope_patch.methods import build, registered_methods
-from rope_patch.methods.dynamic import Dynamic
-from rope_patch.methods.position_map import PositionMap
+from rope_patch.methods import Dynamic, PositionMap, build, registered_methods
 
 INNER = {
     "dynamic": "ntk",
@@ -32,27 +29,25 @@ def test_inner_covers_all_dynamic_methods():
         name for name in dynamic if issubclass(registered_methods()[name], Dynamic)
     }
     maps = {n for n, method in registered_methods().items() if issubclass(method, PositionMap)}
-    assert dynamic - set(INNER) - maps == {"nope"}  # test_no_rotation.py
+    assert dynamic - set(INNER) - maps == {"nope"}  # zeros at any length
 
 
-@pytest.mark.parametrize("ratio", [1.01, 2, 7.3, 64])
 @pytest.mark.parametrize("model", GEOMETRIES)
 @pytest.mark.parametrize("method", INNER)
-def test_longer_sequences_get_the_static_method_at_their_factor(method, model, ratio):
-    length = round(ratio * trained_length(model))
-    got = frequencies(method, model, seq_len=length)
-    static = frequencies(INNER[method], model, factor=length / trained_length(model))
-    torch.testing.assert_close(got.inv_freq, static.inv_freq, rtol=1e-14, atol=0)
-    assert got.attention_factor == pytest.approx(static.attention_factor, rel=1e-14)
-
-
-@pytest.mark.parametrize("share", [1e-4, 0.5, 1])
-@pytest.mark.parametrize("model", GEOMETRIES)
-@pytest.mark.parametrize("method", INNER)
-def test_frequencies_up_to_the_trained_length_are_unscaled(method, model, share):
-    got = frequencies(method, model, seq_len=max(1, int(share * trained_length(model))))
-    torch.testing.assert_close(got.inv_freq, plain(model), rtol=1e-14, atol=0)
-    assert got.attention_factor == 1
+def test_sequences_get_the_static_method_at_their_factor_or_the_plain_rotation(method, model):
+    for ratio in (1.01, 7.3):
+        length = round(ratio * trained_length(model))
+        got = frequencies(method, model, seq_len=length)
+        static = frequencies(INNER[method], model, factor=length / trained_length(model))
+        torch.testing.assert_close(got.inv_freq, static.inv_freq, rtol=1e-14, atol=0)
+        assert got.attention_factor == pytest.approx(static.attention_factor, rel=1e-14)
+    for length in (1, trained_length(model)):
+        got = frequencies(method, model, seq_len=length)
+        torch.testing.assert_close(got.inv_freq, plain(model), rtol=1e-14, atol=0)
+        assert got.attention_factor == 1
+    if method != "dynamic":  # whose factor is transformers'; of others, it stands in for a length
+        missing = frequencies(method, model, factor=4)
+        assert missing.inv_freq.equal(frequencies(INNER[method], model, factor=4).inv_freq)
 
 
 def test_custom_attention_factor_applies_beyond_the_trained_length_only():
@@ -89,22 +84,20 @@ def test_growth_is_stepped_on_quarter_powers_of_two(trained_length):
         )  # the step before is too short
 
 
-@pytest.mark.parametrize("step", range(1, 40))
-def test_growth_step_includes_its_end(step):
-    end = 8192 * 2 ** (step / 4)
-    assert build("dynamic").valid_until(end, 8192) == end
-    assert build("dynamic").valid_until(math.floor(end) + 1, 8192) > end
+def test_growth_step_includes_its_end():
+    method = build("dynamic")
+    for step in range(1, 40):
+        end = 8192 * 2 ** (step / 4)
+        assert method.valid_until(end, 8192) == end
+        assert method.valid_until(math.floor(end) + 1, 8192) > end
 
 
-def test_exact_growth_is_valid_for_one_length():
-    method = build("dynamic-linear", growth="exact")
-    assert [method.valid_until(n, 64) for n in (1, 64, 65, 66)] == [64, 64, 65, 66]
-
-
-@pytest.mark.parametrize("length", [1, 64, 65, 100, 300, 5000])
-def test_admission_takes_the_steps_of_stepped_growth(length):
+def test_other_growths():
+    exact = build("dynamic-linear", growth="exact")
+    assert [exact.valid_until(n, 64) for n in (1, 64, 65, 66)] == [64, 64, 65, 66]
     admission, grown = build("dynamic-yarn", growth="admission"), build("dynamic-yarn")
-    assert admission.valid_until(length, 64) == grown.valid_until(length, 64)
+    for length in (1, 64, 65, 100, 300, 5000):
+        assert admission.valid_until(length, 64) == grown.valid_until(length, 64)
     assert admission.fixed_at_admission
     assert not grown.fixed_at_admission
 
@@ -115,22 +108,3 @@ def test_static_methods_are_valid_forever_and_longrope_up_to_the_trained_length(
     assert [longrope.valid_until(n, 64) for n in (1, 64, 65)] == [64, 64, math.inf]
     equal_sets = build("longrope", factor=4, long_factor=[1.0, 2.0], short_factor=[1.0, 2.0])
     assert equal_sets.valid_until(1, 64) == math.inf
-
-
-def test_missing_length_means_the_factor():
-    static = frequencies("yarn", "llama-3", factor=4)
-    assert frequencies("dynamic-yarn", "llama-3", factor=4).inv_freq.equal(static.inv_freq)
-
-
-@pytest.mark.parametrize("growth", ["fast", 2, None])
-def test_unknown_growth_is_refused(growth):
-    with pytest.raises(ValueError, match="growth must be one of stepped, exact"):
-        build("dynamic-yarn", growth=growth)
-
-
-def test_options_of_the_inner_method_are_checked():
-    with pytest.raises(ValueError, match="did you mean 'beta_fast'"):
-        build("dynamic-yarn", beta_fst=3)
-    with pytest.raises(ValueError, match="did you mean 'dynamic-yarn'"):
-        build("dynamic_yarn")
-    assert rope_patch.list_methods()["dynamic-yarn"].startswith("YaRN")

@@ -1,7 +1,6 @@
 """Test frequencies against vectors of other implementations (assets/golden.md) and transformers."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -66,17 +65,6 @@ def test_every_row_is_checked():
 def test_ntk_by_parts_is_yarn_without_its_attention_factor(row):
     got = compute_frequencies(row, "ntk-by-parts", **row["params"])
     assert_inv_freq(got.inv_freq, row)
-    assert got.attention_factor == 1
-
-
-@pytest.mark.parametrize("row", rows("linear"), ids=row_id)
-def test_default_matches_the_formula(row):
-    got = compute_frequencies(row, "default")
-    half = row["head_dim"] // 2
-    expected = [math.pow(row["rope_theta"], -pair / half) for pair in range(half)]
-    torch.testing.assert_close(
-        got.inv_freq, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
-    )
     assert got.attention_factor == 1
 
 

@@ -6,9 +6,7 @@ import pytest
 import torch
 from test_options import GEOMETRIES, frequencies, plain, required_options
 
-from rope_patch.geometry import Geometry
-from rope_patch.methods import build, registered_methods
-from rope_patch.methods.mixed import Mixed
+from rope_patch.methods import Geometry, Mixed, build, registered_methods
 
 MIXED = [name for name, method in registered_methods().items() if issubclass(method, Mixed)]
 INNER = ["linear", "ntk", "ntk-by-parts", "yarn", "abf", "longrope"]
@@ -64,8 +62,3 @@ def test_only_attention_factor_1_has_a_native_form(method, options, native):
     assert (mixed.frequencies(geometry).attention_factor == 1) is native
     parameters = mixed.rope_parameters(geometry)
     assert parameters["rope_type"] == ("longrope" if native else "default")
-
-
-def test_short_factor_is_refused():
-    with pytest.raises(ValueError, match=r"short_factor must be left out.*use longrope"):
-        build("mixed-longrope", factor=4, long_factor=[2.0], short_factor=[1.0])

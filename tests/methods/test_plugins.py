@@ -10,9 +10,7 @@ from helpers.commands import run_in_new_process
 from helpers.plugins import METHOD, install, write_method
 
 import rope_patch
-from rope_patch.methods import load_plugin
-from rope_patch.methods.origin import origin_of
-from rope_patch.methods.registry import find_method, get_method
+from rope_patch.methods import find_method, get_method, load_plugin, origin_of
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 GROUP = "rope_patch.methods"
@@ -78,7 +76,7 @@ def test_processes_started_later_know_the_method(tmp_path, monkeypatch):
     write_method(tmp_path / "mine.py")
     load_plugin("mine.py")
     assert os.environ["ROPE_PATCH_PLUGINS"] == str(tmp_path / "mine.py")
-    code = "from rope_patch.methods.registry import get_method; print(get_method('outside').paper)"
+    code = "from rope_patch.methods import get_method; print(get_method('outside').paper)"
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
     assert result.stdout == "nobody, 2026\n"
@@ -98,12 +96,11 @@ def test_installed_packages_are_imported_only_for_names_that_are_not_ours(tmp_pa
     install(tmp_path, "outside_package", SOURCE, GROUP, "outside")
     code = """
 import sys, rope_patch
-from rope_patch.methods.registry import get_method
+from rope_patch.methods import get_method, origin_of
 get_method("yarn")
 assert "outside_package" not in sys.modules
 assert get_method("outside").training == "needed"
 assert "outside_package" in sys.modules and "outside" in rope_patch.list_methods()
-from rope_patch.methods.origin import origin_of
 print(origin_of(get_method("outside")))
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

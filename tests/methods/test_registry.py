@@ -4,10 +4,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from helpers.tiny_models import make_model
 
 import rope_patch
-from rope_patch.methods import Frequencies, Method, option, registered_methods
-from rope_patch.methods.registry import find_method, outside_methods
+from rope_patch.methods import (
+    ENCODING_METHODS,
+    Frequencies,
+    Method,
+    find_method,
+    option,
+    outside_methods,
+    registered_methods,
+)
+from rope_patch.patching.encodings.buckets import BucketsSite
+from rope_patch.patching.encodings.slopes import SlopesSite
+from rope_patch.patching.encodings.table import LearnedTableSite, SinusoidalTableSite
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 ABOUT = {"paper": "nobody, 2026", "training": "needed"}
@@ -107,3 +118,24 @@ def test_the_same_lines_may_run_again():
     rope_patch.register_method("mine", **ABOUT)(new_class())
     again = new_class()
     assert rope_patch.register_method("mine", **ABOUT)(again) is find_method("mine") is again
+
+
+# -- names of methods for other encodings ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENCODING_METHODS)
+def test_models_that_rotate_refuse_methods_for_other_encodings_with_the_page(name):
+    with pytest.raises(rope_patch.Refused, match=rf"{name}' .*other-encodings\.md"):
+        rope_patch.patch(make_model("llama"), name, factor=2)
+
+
+def test_misspelled_names_of_other_encodings_are_corrected():
+    with pytest.raises(rope_patch.Refused, match="did you mean 'log-tail'"):
+        rope_patch.patch(make_model("llama"), "log-tial", factor=2)
+
+
+def test_all_names_are_listed_that_no_rotary_method_has():
+    """Of the page's methods that extend tables, slopes and buckets."""
+    sites = (LearnedTableSite, SinusoidalTableSite, SlopesSite, BucketsSite)
+    names = {name for site in sites for name in site.methods}
+    assert set(ENCODING_METHODS) == names - set(rope_patch.list_methods())

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers.models.ministral3 import modeling_ministral3
 
-from rope_patch.methods import build, registered_methods
-from rope_patch.methods.temperature import Temperature
+from rope_patch.methods import Temperature, build, registered_methods
 
 POSITIONS = [0, 1, 62, 63, 64, 65, 127, 128, 200, 1000, 1_000_000]
 FORMULAS = {

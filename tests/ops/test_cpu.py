@@ -5,8 +5,7 @@ import importlib
 import pytest
 import torch
 
-from rope_patch.ops import cpu
-from rope_patch.ops.cpu import rope_from_cos_sin
+from rope_patch.ops import cpu, rope_from_cos_sin
 from rope_patch.ops.reference import rotate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -56,27 +55,32 @@ def rotate_by_reference(x, pairs, interleaved=False, heads_dim=1):
 # -- results ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("layout", ["llama", "cohere", "phi3", "glm"])
-def test_float32_results_are_bitwise_those_of_transformers(layout, tokens, batch):
-    """Check halves (Llama), neighbours (Cohere), a part of each head (Phi-3), and both (GLM)."""
+def test_heads_lie_in_memory_as_in_transformers(layout, tokens):
+    """Float32 is bitwise the same, too, in halves, neighbours, a part of each head, and both.
+
+    SDPA takes other kernels where the last stride is not 1, as that of Zaya's queries.
+    """
     modeling = importlib.import_module(f"transformers.models.{layout}.modeling_{layout}")
-    q, k = heads(4, tokens), heads(2, tokens, seed=1)
-    rotary_dim = 96 if layout in ("phi3", "glm") else 128
-    cos, sin = full_tables(tokens, rotary_dim, batch=batch, interleaved=layout == "cohere")
-    expected = modeling.apply_rotary_pos_emb(q, k, cos, sin)
-    if layout == "glm":  # it takes the first of two repetitions of cos and sin
-        cos, sin = (c[..., :48] for c in (cos, sin))
-    interleaved = layout in ("cohere", "glm")
-    got = rope_from_cos_sin(q, k, cos, sin, interleaved=interleaved, repeated=layout != "glm")
-    for rotated, native in zip(got, expected, strict=True):
-        assert rotated.equal(native)
+    interleaved, rotary_dim = layout in ("cohere", "glm"), 96 if layout in ("phi3", "glm") else 128
+    for batch, is_odd in ((1, False), (2, False), (1, True)):
+        q, k = heads(4, tokens), heads(2, tokens, seed=1)
+        if is_odd:
+            q, k = (x.mT.contiguous().mT for x in (q, k))
+        cos, sin = full_tables(tokens, rotary_dim, batch=batch, interleaved=interleaved)
+        # GLM takes the first of two repetitions of cos and sin.
+        given = [c[..., ::2].repeat(1, 1, 2) if layout == "glm" else c for c in (cos, sin)]
+        expected = modeling.apply_rotary_pos_emb(q, k, *given)
+        got = rope_from_cos_sin(q, k, cos, sin, interleaved=interleaved)
+        for rotated, native in zip(got, expected, strict=True):
+            assert rotated.equal(native)
+            assert rotated.stride(-1) == native.stride(-1) or not tokens
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("tokens", [1, 49])
-@pytest.mark.parametrize("tables_dtype", DTYPES)
+@pytest.mark.parametrize("tables_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_results_are_rounded_once(dtype, tables_dtype, tokens, interleaved):
     q, k = heads(4, tokens, dtype=dtype), heads(2, tokens, dtype=dtype, seed=1)
@@ -129,23 +133,6 @@ def test_empty_batch():
 
 def as_tokens_first(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@pytest.mark.parametrize("tokens", [1, 49])
-@pytest.mark.parametrize("layout", ["llama", "cohere", "phi3", "glm"])
-def test_heads_lie_in_memory_as_in_transformers(layout, tokens):
-    """SDPA takes other kernels where the last stride is not 1, as that of Zaya's queries."""
-    modeling = importlib.import_module(f"transformers.models.{layout}.modeling_{layout}")
-    q, k = (heads(4, tokens).mT.contiguous().mT for _ in range(2))
-    interleaved, rotary_dim = layout in ("cohere", "glm"), 96 if layout in ("phi3", "glm") else 128
-    cos, sin = full_tables(tokens, rotary_dim, interleaved=interleaved)
-    given = [c[..., ::2].repeat(1, 1, 2) if layout == "glm" else c for c in (cos, sin)]
-    expected = modeling.apply_rotary_pos_emb(q, k, *given)
-    for rotated, native in zip(
-        rope_from_cos_sin(q, k, cos, sin, interleaved=interleaved), expected, strict=True
-    ):
-        assert rotated.equal(native)
-        assert rotated.stride(-1) == native.stride(-1)
 
 
 def as_packed(x):
@@ -209,7 +196,7 @@ def test_block_size_does_not_change_results(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize("required", ["q", "k", "qk", "q alone"])
 def test_gradients(required, tokens, interleaved, monkeypatch):
     monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 7 * 2 * 6)

@@ -1,8 +1,6 @@
 """Test dispatch: which backend runs, errors if it cannot, and validation of arguments."""
 
 import logging
-import os
-import subprocess
 import sys
 from functools import partial
 
@@ -67,7 +65,7 @@ def set_triton_version(monkeypatch):
 
 @pytest.fixture
 def no_launches(monkeypatch):
-    if dispatch.triton_unavailable_reason() is None:
+    if ops.triton_unavailable_reason() is None:
         launching = pytest.importorskip("rope_patch.ops.kernels.launcher")
 
         def launch(*_):
@@ -93,18 +91,6 @@ def test_plain_torch_keeps_float64():
     """Only Triton has a limited set of dtypes."""
     rotated, _ = rope(heads(dtype=torch.float64))
     assert rotated.dtype == torch.float64
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_gpu_uses_triton():
-    x = heads().cuda()
-    assert ops.use_triton(x) is (ops.triton_unavailable_reason() is None)
-    assert not ops.use_triton(x.double())
-    assert not ops.use_triton(x.as_subclass(Subclass))
 
 
 class OnGPU:
@@ -156,10 +142,8 @@ def test_missing_triton_is_logged_once_and_is_an_error_on_request(
     assert record.levelno == logging.INFO
     assert record.getMessage() == f"{problem}: rotating in plain torch"
     for call in CALLS.values():
-        with pytest.raises(ValueError, match="was asked for, but triton ") as error:
+        with pytest.raises(ValueError, match=r"but triton .*'rope-patch\[kernels\]'"):
             call(kernels="triton")
-        assert str(error.value).startswith('kernels="triton" was asked for')
-        assert "pip install 'rope-patch[kernels]'" in str(error.value)
 
 
 def test_missing_triton_is_not_logged_without_a_gpu(set_triton_version, caplog, monkeypatch):
@@ -188,7 +172,7 @@ TRANSFORMS = {
 def test_demanded_kernels_refuse_transforms(transform):
     """Kernels take addresses, which a transformed tensor does not have."""
     pytest.importorskip("triton")
-    with pytest.raises(ValueError, match=r'"triton" cannot be traced .* or transformed'):
+    with pytest.raises(ValueError, match="auto"):
         transform(lambda x: rope(x, kernels="triton")[0].sum(), heads())
 
 
@@ -225,7 +209,7 @@ def test_tensors_on_another_device_are_an_error(name, kernels):
     }
     call = partial(ops.qk_norm_rope, heads(), eps=1e-6, kernels=kernels)
     call(**arguments)  # the launch is remembered by shapes, strides and dtypes
-    with pytest.raises(ValueError, match=f"got q on cpu and {name} on meta: move {name}"):
+    with pytest.raises(ValueError, match=f"q on cpu and {name} on meta"):
         call(**arguments | {name: arguments[name].to("meta")})
 
 
@@ -233,7 +217,7 @@ def test_tensors_on_another_device_are_an_error(name, kernels):
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_8_bit_floats_are_an_error(call, kernels, monkeypatch):
     monkeypatch.setitem(globals(), "heads", lambda *_: draw(2, 3, 2, 8).to(torch.float8_e4m3fn))
-    with pytest.raises(ValueError, match=r"expected float32, .* got torch.float8_e4m3fn: cast"):
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
         call(kernels=kernels)
 
 
@@ -241,41 +225,26 @@ def test_8_bit_floats_are_an_error(call, kernels, monkeypatch):
 def test_tensors_on_a_cpu_are_an_error_without_the_interpreter(monkeypatch, call):
     pytest.importorskip("triton")
     monkeypatch.setattr(dispatch, "is_interpreted", lambda: False)
-    with pytest.raises(ValueError, match='kernels="triton" needs tensors on a GPU, got cpu: move'):
+    with pytest.raises(ValueError, match=r"GPU, got cpu.*TRITON_INTERPRET=1"):
         call(kernels="triton")
-
-
-def test_triton_on_a_cpu_error_names_the_interpreter():
-    """Run in another process, because Triton reads TRITON_INTERPRET at import."""
-    pytest.importorskip("triton")
-    code = """
-import torch
-from rope_patch import ops
-packed_freqs = ops.pack_frequencies(torch.ones(4))
-ops.rope(torch.ones(1, 1, 1, 8), None, torch.arange(1), packed_freqs, kernels="triton")
-"""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert "set TRITON_INTERPRET=1 before starting Python to test" in result.stderr
 
 
 def test_float64_is_an_error_with_triton(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(dispatch, "is_interpreted", lambda: True)
-    with pytest.raises(ValueError, match=r"takes bfloat16, float16 and float32, got torch.float64"):
+    with pytest.raises(ValueError, match="float64"):
         rope(heads(dtype=torch.float64), kernels="triton")
 
 
 @calls
 @pytest.mark.parametrize("name", ["hf", "Triton", "cuda", ""])
 def test_unknown_kernels_are_an_error(call, name):
-    message = f'kernels must be "auto", "reference" or "triton" here, got {name!r}'
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f'"reference" .*got {name!r}'):
         call(kernels=name)
 
 
 def test_bad_save_and_missing_arguments_are_errors():
-    with pytest.raises(ValueError, match='save must be "input" or "output", got \'both\''):
+    with pytest.raises(ValueError, match="'both'"):
         CALLS["qk_norm_rope"](save="both")
     for missing in ({"positions": None}, {"packed_freqs": None}):
         with pytest.raises(ValueError, match="positions and packed_freqs are needed"):
@@ -286,70 +255,38 @@ def test_bad_save_and_missing_arguments_are_errors():
 
 AXES = torch.zeros(3, 2, 3, dtype=torch.int64)
 SECTIONS = torch.zeros(4, dtype=torch.int64)
+TEN = ops.pack_frequencies(frequencies(10))
 ROPE_ERRORS = {
-    "q of 3 dimensions": (
-        {"q": heads()[0]},
-        r"q must have 4 dimensions, got \[3, 2, 8\]",
-    ),
-    "heads elsewhere": (
-        {"heads_dim": 3},
-        r"heads_dim must be 1 \(\[B, H, S, D\]\) or 2 \(\[B, S, H, D\]\), got 3",
-    ),
-    "k of other tokens": (
-        {"k": heads(tokens=4)},
-        r"k must be like q but for the number of heads \(dimension 2\), got q \[2, 3, 3, 8\] and k "
-        r"\[2, 4, 2, 8\]",
-    ),
+    "q of 3 dimensions": ({"q": heads()[0]}, r"q must have 4 .*\[3, 2, 8\]"),
+    "heads elsewhere": ({"heads_dim": 3}, r"\[B, H, S, D\].*got 3"),
+    "k of other tokens": ({"k": heads(tokens=4)}, r"dimension 2.*\[2, 3, 3, 8\].*\[2, 4, 2, 8\]"),
     "k of other rows": ({"k": heads(batch=1)}, "k must be like q"),
     "k of other sizes": ({"k": heads(dim=16)}, "k must be like q"),
     "k of 3 dimensions": ({"k": heads()[0]}, "k must be like q"),
-    "layouts mixed up": ({"k": heads(5), "heads_dim": 1}, "number of heads .dimension 1."),
-    "positions in floats": (
-        {"positions": POSITIONS.float()},
-        "positions must be int32 or int64, got torch.float32",
-    ),
-    "other positions": (
-        {"positions": torch.arange(4)},
-        r"positions must be \[3\] or \[2, 3\], got \[4\]",
-    ),
-    "positions of other rows": (
-        {"positions": torch.zeros(3, 3, dtype=torch.int64)},
-        r"positions must be \[3\] or \[2, 3\], got \[3, 3\]",
-    ),
-    "axes without sections": (
-        {"positions": AXES},
-        r"positions must be \[3\] or \[2, 3\], got \[3, 2, 3\]",
-    ),
-    "sections without axes": (
-        {"sections": SECTIONS},
-        r"positions must be \[axes, 2, 3\], got \[3\]",
-    ),
-    "too few sections": (
-        {"positions": AXES, "sections": SECTIONS[:3]},
-        r"sections must be \[4\], one axis a pair, got \[3\]",
-    ),
-    "packed_freqs in floats": (
-        {"packed_freqs": PACKED_FREQS.float()},
-        r"packed_freqs must be int64 \[R / 2 \+ 1\] or \[2, R / 2 \+ 1\] as pack_frequencies "
-        r"returns them, got "
-        r"torch.float32 \[5\]",
-    ),
-    "packed_freqs of other rows": (
-        {"packed_freqs": PACKED_FREQS.expand(3, -1)},
-        r"packed_freqs must be .* got .* \[3, 5\]",
-    ),
+    "layouts mixed up": ({"k": heads(5), "heads_dim": 1}, "dimension 1"),
+    "positions in floats": ({"positions": POSITIONS.float()}, "int32 or int64"),
+    "other positions": ({"positions": torch.arange(4)}, r"\[3\] or \[2, 3\], got \[4\]"),
+    "positions of other rows": ({"positions": SECTIONS[:3].expand(3, -1)}, r"got \[3, 3\]"),
+    "axes without sections": ({"positions": AXES}, r"got \[3, 2, 3\]"),
+    "sections without axes": ({"sections": SECTIONS}, r"\[axes, 2, 3\], got \[3\]"),
+    "too few sections": ({"positions": AXES, "sections": SECTIONS[:3]}, r"\[4\].*got \[3\]"),
+    "packed_freqs in floats": ({"packed_freqs": PACKED_FREQS.float()}, r"int64 .*float32 \[5\]"),
+    "packed_freqs of other rows": ({"packed_freqs": PACKED_FREQS.expand(3, -1)}, r"\[3, 5\]"),
     "packed_freqs of other memory": (
         {"packed_freqs": PACKED_FREQS.repeat_interleave(2)[::2]},
-        "packed_freqs and sections must be contiguous",
+        "contiguous",
     ),
     "sections of other memory": (
         {"positions": AXES, "sections": SECTIONS.repeat(2)[::2]},
-        "packed_freqs and sections must be contiguous",
+        "contiguous",
     ),
-    "too many pairs": (
-        {"packed_freqs": ops.pack_frequencies(frequencies(10))},
-        "5 pairs do not fit into heads of 8 dimensions",
-    ),
+    "too many pairs": ({"packed_freqs": TEN}, "5 pairs .*8 dimensions"),
+}
+WEIGHT_ERRORS = {
+    "of another size": (torch.ones(7), torch.ones(8), r"\[8\] both, or \[3, 8\]"),
+    "of other heads": (torch.ones(3, 8), torch.ones(3, 8), r"got \[3, 8\] and \[3, 8\]"),
+    "of two forms": (torch.ones(8), torch.ones(2, 8), r"got \[8\] and \[2, 8\]"),
+    "of other memory": (torch.ones(16)[::2], torch.ones(8), "weights must be contiguous"),
 }
 
 
@@ -369,17 +306,9 @@ def test_invalid_arguments_are_an_error(kernels, name):
         rope(**{"q": heads(3), **changes}, kernels=kernels)
 
 
-WEIGHTS = {
-    "of another size": (torch.ones(7), torch.ones(8), r"weights must be \[8\] both, or \[3, 8\]"),
-    "of other heads": (torch.ones(3, 8), torch.ones(3, 8), r"got \[3, 8\] and \[3, 8\]"),
-    "of two forms": (torch.ones(8), torch.ones(2, 8), r"got \[8\] and \[2, 8\]"),
-    "of other memory": (torch.ones(16)[::2], torch.ones(8), "weights must be contiguous"),
-}
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", WEIGHT_ERRORS)
 def test_invalid_weights_are_an_error(kernels, name):
-    *weights, message = WEIGHTS[name]
+    *weights, message = WEIGHT_ERRORS[name]
     with pytest.raises(ValueError, match=message):
         norm_and_rope(heads(3), heads(2), *weights, kernels=kernels)
 

@@ -9,8 +9,7 @@ from helpers.exact_rotation import DEVICE, Rotation, assert_rounded, draw_heads,
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
-from rope_patch.ops import pack_frequencies, reference
-from rope_patch.ops.angles import rerotation_frequencies
+from rope_patch.ops import pack_frequencies, rerotation_frequencies
 from rope_patch.ops.reference import rerotate_, rerotate_as_transformers_, rms_norm, rotate
 
 # head_dim, rotary_dim, theta, trained length: Llama 3, SmolLM2, Gemma 3 (full), Phi-2
@@ -43,33 +42,6 @@ def frequencies(geometry, method="default", **options):
         trained_length=trained,
         **options,
     )
-
-
-@pytest.mark.parametrize("layout", ["llama", "cohere", "phi3", "glm"])
-def test_rotation_matches_the_architecture(layout):
-    """Cover halves (Llama), neighbours (Cohere), a part of each head (Phi-3), and both (GLM)."""
-    modeling = importlib.import_module(f"transformers.models.{layout}.modeling_{layout}")
-    keys, positions = make_keys(64), torch.arange(7)[None] * 3
-    pairs = 16 if layout in ("phi3", "glm") else 32
-    cos, sin = (c.float() for c in angles(positions, 100.0 ** -torch.arange(0, 1, 1 / pairs)))
-    interleaved = layout in ("cohere", "glm")
-    wide = [torch.cat([c, c], -1)[:, 0] for c in (cos, sin)]
-    if layout == "cohere":  # its rotary module repeats each number
-        wide = [c.repeat_interleave(2, -1)[:, 0] for c in (cos, sin)]
-    _, expected = modeling.apply_rotary_pos_emb(keys, keys, *wide)
-    torch.testing.assert_close(
-        rotate(keys, cos, sin, interleaved=interleaved), expected, rtol=0, atol=1e-6
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rotation_rounds_once(dtype):
-    keys, positions = make_keys(128, dtype=dtype), torch.arange(7)[None] * 1000
-    cos, sin = angles(positions, frequencies(GEOMETRIES[0]).inv_freq)
-    exact = rotate(keys.double(), cos, sin)
-    got = rotate(keys, cos.float(), sin.float())
-    assert got.dtype == dtype
-    assert (got == exact.to(dtype)).float().mean() > 0.999  # float32 may move ties
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -127,21 +99,6 @@ def test_rerotation_cancels_transformers_float32_angles():
     torch.testing.assert_close(keys, rotate_as_transformers(new), rtol=0, atol=2e-6)
 
 
-def test_long_caches_are_rerotated_in_pieces():
-    geometry = GEOMETRIES[1]
-    keys = make_keys(64, slots=9000, batch=1)
-    positions = torch.arange(9000)[None]
-    old, new = (frequencies(geometry, "dynamic", seq_len=n * 8192.0) for n in (1, 2))
-    one = torch.ones(1)
-    one_by_one = [k.clone() for k in keys.split(1000, 2)]
-    for part, part_positions in zip(one_by_one, positions.split(1000, 1), strict=True):
-        rerotate_as_transformers_(
-            [part], part_positions, old.inv_freq[None], new.inv_freq[None], one
-        )
-    rerotate_as_transformers_([keys], positions, old.inv_freq[None], new.inv_freq[None], one)
-    assert keys.equal(torch.cat(one_by_one, 2))
-
-
 # -- many re-rotations in 16 bits ------------------------------------------------------------------
 
 
@@ -153,9 +110,16 @@ def rotate_as_transformers_in(dtype, raw, positions, f):
     return apply_rotary_pos_emb(raw.to(dtype), raw.to(dtype), cos, sin)[1]
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES[:2])
 @pytest.mark.parametrize(
-    "method", ["dynamic", "dynamic-linear", "dynamic-ntk-by-parts", "dynamic-yarn"]
+    ("method", "geometry"),
+    [
+        ("dynamic", GEOMETRIES[0]),
+        ("dynamic-yarn", GEOMETRIES[1]),
+        *(
+            pytest.param(method, GEOMETRIES[1], marks=pytest.mark.slow)
+            for method in ("dynamic-linear", "dynamic-ntk-by-parts")
+        ),
+    ],
 )
 def test_16_rerotations_err_less_than_four_rotations_in_bfloat16(method, geometry):
     """Re-rotate the prompt's keys 16 times, as in decoding from 8k to 128k."""
@@ -176,15 +140,6 @@ def test_16_rerotations_err_less_than_four_rotations_in_bfloat16(method, geometr
 
 def rms(x):
     return x.double().pow(2).mean().sqrt().item()
-
-
-def test_rerotation_to_equal_frequencies_keeps_the_bits():
-    keys = make_keys(64, dtype=torch.bfloat16)
-    before = keys.clone()
-    same = frequencies(GEOMETRIES[1]).inv_freq[None].expand(2, -1)
-    positions = torch.arange(7)[None].expand(2, -1)
-    rerotate_as_transformers_([keys], positions, same, same, torch.ones(2))
-    assert keys.equal(before)
 
 
 # -- exact angles ----------------------------------------------------------------------------------
@@ -209,14 +164,6 @@ def test_rotation_is_exact_at_any_position(name, heads_dim, interleaved):
     rotated, none = rotation.rope(inputs[0].half(), kernels="reference")
     assert none is None
     assert_rounded(rotated, rotation.true_rope(inputs[0].half()))
-
-
-def test_conjugate_rotation_rotates_back():
-    rotation = make_rotation(48)
-    q, positions = draw_heads(3, 64, rotation), rotation.positions.to(DEVICE)
-    rotated, _ = reference.rope(q, None, positions, rotation.packed_freqs)
-    back, _ = reference.rope(rotated, None, positions, rotation.packed_freqs, conjugate=True)
-    torch.testing.assert_close(back, q, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("across", [False, True])
@@ -289,17 +236,35 @@ def test_rerotation_of_rows_with_separate_frequencies():
     assert not keys[0].equal(keys[1])
 
 
-def test_rerotation_of_pieces_and_layers_is_equal():
-    geometry, keys = GEOMETRIES[1], make_keys(64, slots=9000, batch=1)
-    old, new = (pack(frequencies(geometry, "dynamic", seq_len=n * 8192.0)) for n in (1, 2))
-    between, positions = rerotation_frequencies(old, new), torch.arange(9000)
+def rerotate(layers, positions, old, new, exact):
+    """Re-rotate by exact angles or by those of transformers."""
+    if exact:
+        rerotate_(layers, positions, rerotation_frequencies(pack(old), pack(new)))
+        return
+    rows = [f.inv_freq.expand(len(positions), -1) for f in (old, new)]
+    rerotate_as_transformers_(layers, positions, *rows, torch.ones(len(positions)))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_rerotation_of_pieces_and_layers_is_equal(exact):
+    """Long caches are re-rotated in pieces."""
+    keys, positions = make_keys(64, slots=9000, batch=1), torch.arange(9000)[None]
+    old, new = (frequencies(GEOMETRIES[1], "dynamic", seq_len=n * 8192.0) for n in (1, 2))
     parts = [k.clone() for k in keys.split(1000, 2)]
-    for part, part_positions in zip(parts, positions.split(1000), strict=True):
-        rerotate_([part], part_positions, between)
+    for part, part_positions in zip(parts, positions.split(1000, 1), strict=True):
+        rerotate([part], part_positions, old, new, exact)
     layers = [keys.clone(), keys.clone()]
-    rerotate_(layers, positions[None], between)
+    rerotate(layers, positions, old, new, exact)
     for layer in layers:
         assert layer.equal(torch.cat(parts, 2))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_rerotation_to_equal_frequencies_keeps_the_bits(exact):
+    keys, same = make_keys(64, dtype=torch.bfloat16), frequencies(GEOMETRIES[1])
+    before = keys.clone()
+    rerotate([keys], torch.arange(7).expand(2, -1), same, same, exact)
+    assert keys.equal(before)
 
 
 @pytest.mark.parametrize("method", ["dynamic", "dynamic-yarn"])
@@ -315,10 +280,3 @@ def test_16_exact_rerotations_err_less_than_six_rotations(method):
     # Pairs that only change their factor take few different values, so the mean varies more.
     projection = ((keys * truth).sum() / (truth * truth).sum()).item()
     assert projection == pytest.approx(1, abs=1e-3)
-
-
-def test_exact_rerotation_to_equal_frequencies_keeps_the_bits():
-    keys = make_keys(64, dtype=torch.bfloat16)
-    before, packed_freqs = keys.clone(), pack(frequencies(GEOMETRIES[1]))
-    rerotate_([keys], torch.arange(7), rerotation_frequencies(packed_freqs, packed_freqs))
-    assert keys.equal(before)

@@ -183,7 +183,7 @@ DEFECTS = [
         f"{_FOLDER}/position_map.py",
         "        if method.is_length_dependent(1) or method.start_token_count:\n",
         "        if False:\n",
-        (f"{_TESTS}/position_maps/test_map_options.py::test_frequencies_below_a_map_must_stay",),
+        (f"{_TESTS}/position_maps/test_map_options.py::test_options_of_maps_are_refused",),
     ),
     Defect(
         "a map's own temperature multiplies that of the yarn below it",

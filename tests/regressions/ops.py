@@ -65,14 +65,14 @@ DEFECTS = [
         f"{_FOLDER}/kernels/rerotate.py",
         "        kind = (count, keys.shape, keys.stride(), keys.dtype, keys.device)\n",
         "        kind = (keys.shape, keys.stride(), keys.dtype, keys.device)\n",
-        (f"{_TRITON}/test_rerotate_layers.py::test_keys_that_are_given_twice_are_rotated_twice",),
+        (f"{_TRITON}/test_rerotation_kernel.py::test_keys_that_are_given_twice_are_rotated_twice",),
     ),
     Defect(
         "a captured graph keeps the address of a table of layers that is gone",
         f"{_FOLDER}/kernels/rerotate.py",
         "    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():\n",
         "    if False:\n",
-        (f"{_TRITON}/test_rerotate_layers.py::test_captured_graphs_need_no_table",),
+        (f"{_TRITON}/test_rerotation_kernel.py::test_captured_graphs_need_no_table",),
     ),
     # -- gradients ---------------------------------------------------------------------------------
     Defect(
@@ -80,31 +80,28 @@ DEFECTS = [
         f"{_FOLDER}/modes.py",
         "    if torch.is_grad_enabled():\n        raise RuntimeError(\n",
         "    if False:\n        raise RuntimeError(\n",
-        (f"{_TRITON}/test_qk_norm_rope_autograd.py::test_second_derivatives_are_an_error",),
+        (f"{_TRITON}/test_kernel_autograd.py::test_second_derivatives_are_an_error",),
     ),
     Defect(
         "autograd does not see that keys were re-rotated in place",
         f"{_FOLDER}/dispatch.py",
         "        torch.autograd.graph.increment_version(group)  # as any in-place operation does\n",
         "",
-        (
-            f"{_TRITON}/test_rerotate_kernel.py::test_autograd_detects_changed_keys",
-            f"{_TRITON}/test_rerotate_layers.py::test_autograd_detects_every_changed_layer",
-        ),
+        (f"{_TRITON}/test_rerotation_kernel.py::test_autograd_detects_every_changed_layer",),
     ),
     Defect(
         "gradients of the norm are recomputed from rounded outputs whose weights differ widely",
         f"{_FOLDER}/output_inversion.py",
         "    return _has_even_pairs(q_weight, *settings) and _has_even_pairs(k_weight, *settings)\n",
         "    return True\n",
-        (f"{_TRITON}/test_qk_norm_rope_autograd.py::test_uneven_weights_save_the_input",),
+        (f"{_TRITON}/test_norm_recomputation.py::test_uneven_weights_save_the_input",),
     ),
     Defect(
         "gradients have the memory layout of what comes back, and projections copy them",
         f"{_FOLDER}/kernels/rope.py",
         "        keeps = not inplace and layouts == (None, None)\n",
         "        keeps = False\n",
-        (f"{_TRITON}/test_rope_autograd.py::test_gradients_have_the_layout_of_queries_and_keys",),
+        (f"{_TRITON}/test_kernel_autograd.py::test_gradients_have_the_layout_of_queries_and_keys",),
     ),
     Defect(
         "the backward rotation of a graph turns forwards",
@@ -124,14 +121,14 @@ DEFECTS = [
         f"{_FOLDER}/reference.py",
         "    return torch.where(x.isnan(), x, rounded).to(dtype)\n",
         "    return rounded.to(dtype)\n",
-        (f"{_TRITON}/test_rerotate_kernel.py::test_rounding_keeps_every_nan",),
+        (f"{_TRITON}/test_rerotation_kernel.py::test_rounding_keeps_every_nan",),
     ),
     Defect(
         "Triton's stochastic rounding turns a NaN of all ones into -0",
         f"{_FOLDER}/kernels/tile.py",
         "    return tl.where(x != x, x, rounded)\n",
         "    return rounded\n",
-        (f"{_TRITON}/test_rerotate_kernel.py::test_rounding_keeps_every_nan",),
+        (f"{_TRITON}/test_rerotation_kernel.py::test_rounding_keeps_every_nan",),
     ),
     Defect(
         "keys in 16 bits drift over many re-rotations, as each is rounded to the nearest",
@@ -206,7 +203,7 @@ DEFECTS = [
         f"{_FOLDER}/kernels/launcher.py",
         "    steps = [0 if size == 1 else s for size, s in zip(positions.shape, positions.stride())]  # noqa: B905\n",
         "    steps = positions.stride()\n",
-        (f"{_TRITON}/test_rope_kernel.py::test_shapes_of_positions",),
+        (f"{_TRITON}/test_kernel_values.py::test_kinds_of_positions_and_frequencies",),
     ),
     Defect(
         "tensors on two devices are rotated",

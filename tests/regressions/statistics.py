@@ -49,9 +49,7 @@ DEFECTS = [
         "rope_patch/statistics/clustered_mean.py",
         "    return cluster_sums(weights * numbers, clusters, weights)\n",
         "    return cluster_sums(weights * numbers, range(len(values)), weights)\n",
-        (
-            "tests/statistics/test_clustered_mean.py::test_equal_texts_have_the_interval_of_their_means",
-        ),
+        ("tests/statistics/test_mean_test.py::test_equal_texts_have_the_interval_of_their_means",),
     ),
     Defect(
         "two means over other texts are compared by Welch's test alone, which few skewed texts fool",
@@ -190,7 +188,7 @@ DEFECTS = [
         "        shown &= ((flipped <= 0) | (flipped >= totals)).mean(axis=1) < level\n",
         "        del flipped, totals\n",
         (
-            "tests/statistics/test_power.py::test_four_of_five_simulated_runs_show_the_smallest_effect",
+            "tests/statistics/test_mean_test.py::test_four_of_five_simulated_runs_show_the_smallest_effect",
         ),
     ),
     Defect(
@@ -198,6 +196,6 @@ DEFECTS = [
         "rope_patch/statistics/sequential.py",
         "    return looks * (looks + 1) if looks else 1\n",
         "    return 1\n",
-        ("tests/statistics/test_sequential.py::test_the_levels_of_all_looks_sum_to_the_level",),
+        ("tests/statistics/test_mean_test.py::test_the_levels_of_all_looks_sum_to_the_level",),
     ),
 ]

@@ -114,17 +114,6 @@ def test_one_block_has_no_bounds():
     assert (got.low, got.high) == (0, math.inf)
 
 
-def test_losses_and_weights_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="at least one block"):
-        statistics.perplexity_interval([[], []])
-    with pytest.raises(ValueError, match="weight above 0"):
-        statistics.perplexity_interval([[1.0, 2.0]], [[64]])
-    with pytest.raises(ValueError, match="weight above 0"):
-        statistics.perplexity_interval([[1.0, 2.0]], [[0, 64]])
-    with pytest.raises(ValueError, match="same blocks"):
-        statistics.perplexity_ratio([[1.0, 2.0]], [[1.0]])
-
-
 @pytest.mark.parametrize("blocks", [4, 6, 8, 12])
 @pytest.mark.parametrize("documents", [1, 2])
 def test_few_blocks_get_students_t(documents, blocks):

@@ -20,25 +20,6 @@ def test_wilson_equals_scipy(hits, n, confidence):
     assert got.estimate == hits / n
 
 
-@pytest.mark.parametrize(
-    ("hits", "n", "percent"),
-    [
-        (5, 5, (57, 100)),
-        (10, 10, (72, 100)),
-        (25, 25, (87, 100)),
-        (50, 50, (93, 100)),
-        (100, 100, (96, 100)),
-        (500, 500, (99, 100)),
-        (43, 50, (74, 93)),
-        (86, 100, (78, 91)),
-        (428, 500, (82, 88)),
-    ],
-)
-def test_wilson_equals_published_values(hits, n, percent):
-    got = statistics.wilson(hits, n)
-    assert (round(100 * got.low), round(100 * got.high)) == percent
-
-
 def test_wilson_bounds_solve_the_score_equation_for_a_fractional_n():
     n, share = 12.7, 0.31
     got = statistics.wilson(share * n, n)
@@ -49,12 +30,6 @@ def test_wilson_bounds_solve_the_score_equation_for_a_fractional_n():
 def test_wilson_is_exact_at_the_ends():
     assert statistics.wilson(3.7, 3.7).high == 1
     assert statistics.wilson(0, 3.7).low == 0
-
-
-@pytest.mark.parametrize(("hits", "n"), [(0, 0), (6, 5), (-1, 5), (math.nan, 5)])
-def test_wilson_refuses_impossible_counts(hits, n):
-    with pytest.raises(ValueError, match="0 <= successes <= n"):
-        statistics.wilson(hits, n)
 
 
 def clustered_hits(generator, sets, clusters, size, share, correlation):
@@ -131,7 +106,7 @@ def test_texts_that_cancel_out_are_never_narrower_than_independent_samples():
 
 @pytest.mark.parametrize(
     ("clusters", "size", "share", "correlation"),
-    [(20, 5, 0.8, 0.4), (10, 5, 0.9, 0.3), (5, 10, 0.7, 0.3), (50, 5, 0.95, 0.2)],
+    [(5, 10, 0.7, 0.3), (50, 5, 0.95, 0.2)],
 )
 def test_accuracy_covers_where_naive_wilson_does_not(clusters, size, share, correlation):
     generator = np.random.default_rng(11)
@@ -152,23 +127,6 @@ def test_fractional_scores_are_covered():
     assert np.mean([i.low <= 0.85 <= i.high for i in intervals]) >= 0.95
 
 
-@pytest.mark.parametrize("scores", [[], [None, None]])
-def test_accuracy_of_nothing_is_refused(scores):
-    with pytest.raises(ValueError, match="at least one score"):
-        statistics.accuracy(scores)
-
-
-@pytest.mark.parametrize("score", [-0.1, 85.6, math.nan])
-def test_accuracy_refuses_scores_on_another_scale(score):
-    with pytest.raises(ValueError, match=r"in 0\.\.1"):
-        statistics.accuracy([0.5, score])
-
-
-def test_accuracy_refuses_clusters_of_other_samples():
-    with pytest.raises(ValueError, match="cluster for each of 2"):
-        statistics.accuracy([0, 1], [1])
-
-
 @pytest.mark.parametrize("precision", [0.02, 0.05, 0.1, 0.3])
 @pytest.mark.parametrize("expected", [0.0, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("confidence", [0.9, 0.95])
@@ -186,18 +144,47 @@ def test_required_samples_suffice_for_any_share():
     assert statistics.required_samples(0.6) == 1
 
 
-@pytest.mark.parametrize(("precision", "expected"), [(0, 0.5), (-1, 0.5), (0.1, 85)])
-def test_required_samples_refuses_impossible_shares(precision, expected):
-    with pytest.raises(ValueError, match="as shares"):
-        statistics.required_samples(precision, expected=expected)
-
-
 def test_an_interval_without_bounds_is_not_precise():
     assert not statistics.is_precise(Interval(math.nan, math.nan, math.nan, 3, 3), 1)
     assert not statistics.is_precise(Interval(1, 0, math.inf, 3, 3), 1)
 
 
-@pytest.mark.parametrize("confidence", [0, 1, 95])
-def test_confidence_is_a_share(confidence):
-    with pytest.raises(ValueError, match=r"0\.95"):
-        statistics.wilson(1, 2, confidence)
+# -- refusals of the room --------------------------------------------------------------------------
+
+UNDEFINED = Interval(math.nan, 0, 1, 1, 1)
+REFUSED = [
+    *((statistics.wilson, counts, "successes") for counts in ((0, 0), (6, 5), (-1, 5))),
+    (statistics.wilson, (math.nan, 5), "successes"),
+    *((statistics.wilson, (1, 2, confidence), r"0\.95") for confidence in (0, 1, 95)),
+    *((statistics.accuracy, (scores,), "at least one score") for scores in ([], [None, None])),
+    *((statistics.accuracy, ([0.5, x],), r"in 0\.\.1") for x in (-0.1, 85.6, math.nan)),
+    (statistics.accuracy, ([0, 1], [1]), "each of 2"),
+    *((statistics.required_samples, (x,), "as shares") for x in (0, -1)),
+    (statistics.required_samples, (0.1, 0.95, 85), "as shares"),
+    *((statistics.clustered_mean, (x, range(len(x))), "values") for x in ([], [math.nan])),
+    *((statistics.mean_test, (x, range(len(x))), "values") for x in ([], [1.0, math.inf])),
+    (statistics.retention, (UNDEFINED, statistics.wilson(1, 2)), "at least 0"),
+    (statistics.stratified_mean, ([],), "at least one"),
+    (statistics.effective_length, ({}, 0.85), "at least one measured length"),
+    (statistics.look_factor, (-1,), "at least 0"),
+    *((statistics.smallest_effect, (4, 1.0, level), "expected") for level in (0.0, 1.0)),
+    *((statistics.smallest_effect, (4, 1.0, 0.05, power), "expected") for power in (0.5, 1.0)),
+    (statistics.smallest_effect, (4, 0), "expected"),
+    (statistics.required_texts, (-1, 1.0), "above 0, got -1"),
+    (statistics.mcnemar, ([1, 0], [1]), "both methods"),
+    (statistics.mcnemar, ([1, None], [None, 0]), "at least one pair"),
+    (statistics.holm, ([0.1, math.nan],), r"0\.\.1"),
+    (statistics.perplexity_interval, ([[], []],), "at least one block"),
+    *((statistics.perplexity_interval, ([[1.0, 2.0]], [w]), "above 0") for w in ([64], [0, 64])),
+    (statistics.perplexity_ratio, ([[1.0, 2.0]], [[1.0]]), "same blocks"),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "fact"),
+    REFUSED,
+    ids=[f"{function.__name__}{arguments}" for function, arguments, _ in REFUSED],
+)
+def test_what_cannot_be_computed_is_refused(function, arguments, fact):
+    with pytest.raises(ValueError, match=fact):
+        function(*arguments)

@@ -1,4 +1,4 @@
-"""The rule by which a difference is shown: against enumeration, scipy and simulated runs."""
+"""The rule by which a difference is shown, its power and looks: against scipy and simulation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from scipy import stats
 
 from rope_patch import statistics
-from rope_patch.statistics.clustered_mean import hall_p_values
-from rope_patch.statistics.sign_flips import sign_flip_p, sign_flip_test
+from rope_patch.statistics import hall_p_values, sign_flip_p, sign_flip_test
 
 
 def run_of(texts: int, seed: int, *, is_stratified: bool, mean: float = 0.8):
@@ -154,8 +153,17 @@ def normal(generator, count):
     return generator.normal(size=count)
 
 
-@pytest.mark.parametrize(("draw", "most"), [(normal, 0.03), (lognormal, 0.12)])
-@pytest.mark.parametrize("design", ["equal", "unequal strata", "looks"])
+@pytest.mark.parametrize(
+    ("design", "draw", "most"),
+    [
+        ("equal", normal, 0.03),
+        ("equal", lognormal, 0.12),
+        ("unequal strata", normal, 0.03),
+        pytest.param("unequal strata", lognormal, 0.12, marks=pytest.mark.slow),
+        ("looks", normal, 0.03),
+        pytest.param("looks", lognormal, 0.12, marks=pytest.mark.slow),
+    ],
+)
 def test_false_verdicts_of_simulated_runs(design, draw, most):
     """At most .03 on either side for normal differences; docs/evaluation.md has the skewed ones."""
     generator, runs, sides = np.random.default_rng(7), 500, [0, 0]
@@ -201,3 +209,131 @@ def test_one_text_is_compared_with_nothing():
     assert statistics.two_means_p(many, other) == pytest.approx(2 / 20)
     more = [statistics.clustered_mean([x] * 20, range(20)) for x in (1.0, 2.0)]
     assert 0 < statistics.two_means_p(*more) < 0.001
+
+
+# -- means and their intervals ---------------------------------------------------------------------
+
+
+def test_a_value_a_text_has_students_t_interval():
+    values = np.random.default_rng(1).normal(0.3, 1, 9)
+    got = statistics.clustered_mean(values.tolist(), list(range(9)))
+    truth = stats.ttest_1samp(values, 0)
+    interval = truth.confidence_interval()
+    assert (got.mean.low, got.mean.high) == pytest.approx((interval.low, interval.high))
+    assert (got.mean.n, got.mean.effective_n) == (9, 9)
+
+
+def test_equal_texts_have_the_interval_of_their_means():
+    values = np.random.default_rng(2).normal(0.5, 1, (6, 5))
+    got = statistics.clustered_mean(values.ravel().tolist(), np.repeat(range(6), 5).tolist())
+    interval = stats.ttest_1samp(values.mean(axis=1), 0).confidence_interval()
+    assert (got.mean.low, got.mean.high) == pytest.approx((interval.low, interval.high))
+    assert got.by_text == pytest.approx(values.mean(axis=1))
+    assert (got.mean.n, got.mean.effective_n) == (30, 6)
+
+
+@pytest.mark.parametrize("texts", [2, 4, 10])
+def test_intervals_cover_where_samples_of_a_text_agree(texts):
+    size, generator = 5, np.random.default_rng(3)
+    covered = naive = 0
+    for _ in range(500):
+        values = generator.normal(0, 1, (texts, 1)) + 0.3 * generator.normal(0, 1, (texts, size))
+        clusters = np.repeat(range(texts), size).tolist()
+        got = statistics.clustered_mean((1 + values).ravel().tolist(), clusters).mean
+        covered += got.low <= 1 <= got.high
+        low, high = stats.ttest_1samp(1 + values.ravel(), 0).confidence_interval()
+        naive += low <= 1 <= high
+    assert covered / 500 >= 0.93
+    assert naive / 500 < 0.75
+
+
+def test_each_stratum_of_a_mean_counts_the_same():
+    values, tasks = [1.0] * 90 + [-1.0] * 10, ["large"] * 90 + ["small"] * 10
+    assert statistics.clustered_mean(values, range(100)).mean.estimate == pytest.approx(0.8)
+    assert statistics.clustered_mean(values, range(100), tasks).mean.estimate == pytest.approx(0)
+
+
+def test_one_text_has_no_interval():
+    got = statistics.clustered_mean([1.0, 1.1, 0.9], [0, 0, 0])
+    assert (got.mean.low, got.mean.high) == (-math.inf, math.inf)
+    assert statistics.texts_to_decide(got) is None
+
+
+# -- power -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("texts", [60, 100, 1000])
+@pytest.mark.parametrize("level", [0.05, 0.0125, 0.001])
+def test_many_texts_have_the_power_of_the_t_test(texts, level):
+    """Of the noncentral t distribution, computed by another library (Boost)."""
+    effect = statistics.smallest_effect(texts, 0.7, level)
+    critical = stats.t.ppf(1 - level / 2, texts - 1)
+    noncentrality = effect / 0.7 * math.sqrt(texts)
+    assert stats.nct.sf(critical, texts - 1, noncentrality) == pytest.approx(0.8, abs=2e-3)
+
+
+@pytest.mark.parametrize(("texts", "level"), [(6, 0.05), (8, 0.05 / 4), (14, 0.05), (40, 0.05)])
+def test_four_of_five_simulated_runs_show_the_smallest_effect(texts, level):
+    effect = statistics.smallest_effect(texts, 0.9, level)
+    generator, runs = np.random.default_rng(1), 400
+    shown = 0
+    for values in generator.normal(effect, 0.9, (runs, texts)):
+        shown += statistics.mean_test(values.tolist(), range(texts)).p_value < level
+    assert shown / runs == pytest.approx(0.8, abs=0.06)  # three standard deviations
+
+
+@pytest.mark.parametrize("effect", [0.05, 0.5, 1.0, 3.0])
+def test_required_texts_are_just_enough(effect):
+    texts = statistics.required_texts(effect, 0.9, 0.0125)
+    assert statistics.smallest_effect(texts, 0.9, 0.0125) <= effect * 1.001
+    assert statistics.smallest_effect(texts - 1, 0.9, 0.0125) > effect
+
+
+def test_too_few_texts_show_nothing():
+    assert statistics.smallest_effect(5, 0.1) == math.inf
+    assert statistics.smallest_effect(7, 0.1, 0.0125) == math.inf
+    assert statistics.required_texts(1e9, 1.0) == 6
+    assert statistics.required_texts(1e-3, 1.0) is None
+
+
+@pytest.mark.parametrize("level", [0.05, 0.01])
+def test_the_texts_to_decide_have_the_measured_mean_and_deviation(level):
+    values = [0.5, -0.4, 0.9, 0.2]
+    measured = statistics.clustered_mean(values, range(4))
+    assert measured.deviation == pytest.approx(np.std(values, ddof=1))
+    expected = statistics.required_texts(np.mean(values), np.std(values, ddof=1), level)
+    assert statistics.texts_to_decide(measured, level) == expected
+    assert statistics.texts_to_decide(statistics.clustered_mean([1.0], [0])) is None
+    assert statistics.texts_to_decide(statistics.clustered_mean([1.0, -1.0], range(2))) is None
+    assert statistics.texts_to_decide(statistics.clustered_mean([1.0, 1.0], range(2))) == 6
+
+
+# -- looks -----------------------------------------------------------------------------------------
+
+
+def test_the_levels_of_all_looks_sum_to_the_level():
+    for looks in (1, 2, 10, 1000):
+        shares = math.fsum(1 / statistics.look_factor(j) for j in range(1, looks + 1))
+        assert shares == pytest.approx(1 - 1 / (looks + 1))
+    assert statistics.look_factor(0) == 1
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_looks_until_significant_keep_the_error_rate(skewed):
+    """Four methods without an effect, doubled from 3 texts to 96: one is called 5 times of 100."""
+    generator = np.random.default_rng(4)
+    runs, methods = 4000, 4
+    shape = (runs, methods, 96)
+    # Differences are of the same texts, hence correlated between methods.
+    shared = generator.normal(size=(runs, 1, 96))
+    values = generator.normal(size=shape) + shared
+    if skewed:
+        values = generator.exponential(size=shape) - 1 + shared
+    false_calls = np.zeros(runs, dtype=bool)
+    uncorrected = np.zeros(runs, dtype=bool)
+    for look, texts in enumerate((3, 6, 12, 24, 48, 96), start=1):
+        p = stats.ttest_1samp(values[..., :texts], 0, axis=-1).pvalue.min(axis=1) * methods
+        false_calls |= p * statistics.look_factor(look) < 0.05
+        uncorrected |= p < 0.05
+    assert false_calls.mean() <= 0.05
+    assert uncorrected.mean() > 0.07

@@ -1,4 +1,4 @@
-"""Test the measurement of Python time, which runs where Triton compiles."""
+"""Test what runs where Triton compiles: Python's time at launches, and the copy kernel's code."""
 
 import json
 import os
@@ -8,6 +8,21 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
+
+COPY_KERNEL = """
+import re
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from rope_patch.benchmarks.kernels import copy_kernel
+
+signature = {"source": "*i32", "target": "*i32", "words": "i32", "BLOCK": "constexpr"}
+aligned = {(i,): [["tt.divisibility", 16]] for i in range(3)}
+source = ASTSource(copy_kernel.copy_words, signature, {(3,): copy_kernel.BLOCK}, aligned)
+target, options = GPUTarget("cuda", 90, 32), {"num_warps": copy_kernel.WARPS}
+code = triton.compile(source, target=target, options=options).asm["ptx"]
+print(*sorted(set(re.findall(r"(?:ld|st)\\.global\\S*", code))))
+"""
 
 # Three layers of Qwen 3 and of Llama: launches are counted, then everything is timed.
 CODE = """
@@ -33,12 +48,19 @@ print(json.dumps([count, numbers]))
 """
 
 
-def test_parts_add_up_and_each_layer_launches_once():
+def run_compiled(code):
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return result.stdout
 
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", CODE]
-    output = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-    *table, numbers = output.splitlines()
+
+def test_copy_kernel_accesses_16_bytes_at_a_time():
+    assert run_compiled(COPY_KERNEL).split() == ["ld.global.v4.b32", "st.global.v4.b32"]
+
+
+def test_parts_add_up_and_each_layer_launches_once():
+    *table, numbers = run_compiled(CODE).splitlines()
     launches, times = json.loads(numbers)
     assert launches == 2 * 3 * 4
     for parts in times.values():

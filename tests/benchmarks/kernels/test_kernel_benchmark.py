@@ -1,51 +1,29 @@
 """Test what the kernel benchmark measures, but no durations."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from rope_patch.benchmarks.kernels import (
-    benchmark,
-    copy_kernel,
-    ground_truth,
-    implementations,
-    timing,
-)
-from rope_patch.benchmarks.kernels.benchmark import KernelBenchRequest, bench
-from rope_patch.benchmarks.kernels.implementations import (
-    Implementation,
-    Unavailable,
-    builtin_implementations,
-)
-from rope_patch.benchmarks.kernels.shapes import (
-    BHSD,
-    PACKED,
-    SHAPES,
-    VIEWS,
-    Problem,
-    samples_needed,
-)
-from rope_patch.benchmarks.kernels.workers import (
-    TRAINING,
-    CopyBaseline,
-    ImplementationRun,
-    copied_bytes,
-    moved_bytes,
-)
-from rope_patch.ops import dispatch
+from rope_patch import benchmarks, ops
+from rope_patch.benchmarks import SHAPES, Implementation, ImplementationRun, KernelBenchRequest
+from rope_patch.benchmarks.kernels import benchmark, copy_kernel, ground_truth, implementations
+from rope_patch.benchmarks.kernels.benchmark import bench
 
 pytestmark = pytest.mark.usefixtures("without_interpreter")
+VIEWS, PACKED, BHSD = "views", "packed", "bhsd-gradients"  # layouts
+PHASES = ("forward", "backward", "both")
 NAMES = ("hf", "ours", "ours-output", "ours-tables", "ours-inplace", "liger")
 
 
 def problem(shape="qwen3-8b", length=6, layout=VIEWS, **changes):
     settings = {"batch": 2, "dtype": torch.float32, "device": torch.device("cpu"), **changes}
-    return Problem(shape=SHAPES[shape], length=length, layout=layout, **settings)
+    return benchmarks.Problem(shape=SHAPES[shape], length=length, layout=layout, **settings)
 
 
 def builtin(name):
-    return next(c for c in builtin_implementations() if c.name == name)
+    return next(c for c in benchmarks.builtin_implementations() if c.name == name)
 
 
 def run(case, *contenders):
@@ -116,7 +94,7 @@ def test_all_sizes_and_layouts_are_measured(results):
 
 def test_times_are_relative_to_a_copy(results):
     for case in results["cases"]:
-        phases = {"wall"} if case["length"] == 1 else {"forward", "backward", "both"}
+        phases = {"wall"} if case["length"] == 1 else set(PHASES)
         for row in case["rows"]:
             assert set(row["times"]) == (set() if "not_measured" in row else phases)
             for time in row["times"].values():
@@ -170,6 +148,9 @@ def test_saved_outputs_are_counted_separately():
 
 
 def test_wrong_implementation_is_measured_and_marked():
+    def build_nan(case):
+        return lambda q, k: (q.transpose(1, 2) * math.nan, k.transpose(1, 2))
+
     case = problem()
     row = run(case, Implementation(name="bad", title="bad", build=build_wrong))["bad"]
     assert row["wrong"] is True
@@ -177,15 +158,9 @@ def test_wrong_implementation_is_measured_and_marked():
     assert row["errors"]["dq"] == pytest.approx(0.1, rel=1e-4)
     assert row["errors"]["k"] < 1e-6
     assert row["errors"]["dw"] > 0.01
-    assert set(row["times"]) == {"forward", "backward", "both"}
-
-
-def test_nan_is_marked_as_wrong():
-    def build(case):
-        return lambda q, k: (q.transpose(1, 2) * math.nan, k.transpose(1, 2))
-
-    row = run(problem("llama-3-8b"), Implementation(name="bad", title="bad", build=build))["bad"]
-    assert row["wrong"] is True
+    nan = Implementation(name="nan", title="nan", build=build_nan)
+    assert run(problem("llama-3-8b"), nan)["nan"]["wrong"] is True
+    assert set(row["times"]) == set(PHASES)
 
 
 def test_in_place_implementation_does_not_change_others():
@@ -196,14 +171,9 @@ def test_in_place_implementation_does_not_change_others():
         assert not rows["hf"]["wrong"]
 
 
-def test_frozen_weights_have_no_gradients():
-    frozen = Implementation(name="f", title="f", build=builtin("hf").build, frozen=True)
-    assert "dw" not in run(problem(), frozen)["f"]["errors"]
-
-
 def test_failing_implementations_do_not_stop_others():
     def missing(case):
-        raise Unavailable("not today")
+        raise benchmarks.Unavailable("not today")
 
     def broken(case):
         def call(q, k):
@@ -218,7 +188,7 @@ def test_failing_implementations_do_not_stop_others():
     rows = run(problem(), *implementations, builtin("hf"))
     assert rows["missing"]["not_measured"] == "not today"
     assert rows["broken"]["not_measured"] == "RuntimeError: first line"
-    assert set(rows["hf"]["times"]) == {"forward", "backward", "both"}
+    assert set(rows["hf"]["times"]) == set(PHASES)
 
 
 def test_single_phases_can_fail():
@@ -235,7 +205,7 @@ def test_single_phases_can_fail():
 
     row = run(problem(), Implementation(name="big", title="big", build=build))["big"]
     assert row["times"] == {}
-    assert row["failed"] == dict.fromkeys(("forward", "backward", "both"), "out of memory")
+    assert row["failed"] == dict.fromkeys(PHASES, "out of memory")
 
 
 def test_problem_larger_than_memory_is_skipped(monkeypatch):
@@ -271,9 +241,9 @@ def test_errors_do_not_depend_on_chunks(monkeypatch):
 
 def test_samples_fill_the_cache_several_times():
     case = problem()
-    assert samples_needed(case, case.bytes) == 4
-    assert samples_needed(case, 100) == 1
-    assert samples_needed(case, 10**9) == 8
+    assert benchmarks.samples_needed(case, case.bytes) == 4
+    assert benchmarks.samples_needed(case, 100) == 1
+    assert benchmarks.samples_needed(case, 10**9) == 8
 
 
 def test_peak_memory_is_that_of_the_call():
@@ -285,37 +255,33 @@ def test_peak_memory_is_that_of_the_call():
         del one
         return two + 1
 
-    assert 2 * 4000 <= timing.peak_memory(call) < 2 * 4000 + 100  # the scalars are tensors, too
+    assert 2 * 4000 <= benchmarks.peak_memory(call) < 2 * 4000 + 100  # the scalars are tensors, too
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "fact"),
     [
-        ({"shapes": ("llama-2",)}, "shapes must be of llama-3-8b, .* got llama-2"),
-        ({"contenders": ("hf", "xformers")}, "contenders must be of hf, .* got xformers"),
-        ({"lengths": (0,)}, "lengths must be whole numbers of at least 1"),
-        ({"batches": ()}, "batches must be whole numbers of at least 1"),
-        ({"repeats": 0}, "repeats must be a whole number of at least 1, got 0"),
-        ({"dtype": "float8"}, "dtype must be of auto, float32"),
+        ({"shapes": ("llama-2",)}, "shapes .*llama-3-8b"),
+        ({"contenders": ("hf", "xformers")}, "contenders .*xformers"),
+        ({"lengths": (0,)}, "lengths"),
+        ({"batches": ()}, "batches"),
+        ({"repeats": 0}, "repeats .*got 0"),
+        ({"dtype": "float8"}, "dtype"),
+        ({"rivals": Path("none")}, "rivals must be a folder"),
     ],
 )
-def test_invalid_requests_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_invalid_requests_are_refused(changes, fact):
+    with pytest.raises(ValueError, match=fact):
         bench(KernelBenchRequest(**changes))
-
-
-def test_rivals_must_be_a_folder(tmp_path):
-    with pytest.raises(ValueError, match="rivals must be a folder"):
-        bench(KernelBenchRequest(rivals=tmp_path / "none"))
 
 
 def test_norm_backward_must_move_half_as_much_again():
     """It reads the gradients and the inputs, and writes the inputs' gradients."""
     for shape, backward in (("llama-3-8b", 2), ("qwen3-8b", 3)):
         case = problem(shape)
-        moved = {phase: moved_bytes(case, phase) / case.bytes for phase in TRAINING}
+        moved = {phase: benchmarks.moved_bytes(case, phase) / case.bytes for phase in PHASES}
         assert moved == {"forward": 2, "backward": backward, "both": 2 + backward}
-        copied = {phase: copied_bytes(case, phase) / case.bytes for phase in TRAINING}
+        copied = {phase: benchmarks.copied_bytes(case, phase) / case.bytes for phase in PHASES}
         assert copied == {"forward": 2, "backward": 2, "both": 4}
 
 
@@ -336,10 +302,13 @@ def test_faster_copy_is_the_baseline(monkeypatch):
         for _ in range(50):
             target.copy_(source)
 
-    copies = {"copy": CopyBaseline(case, 1, slow), "copy-kernel": CopyBaseline(case, 1)}
+    copies = {
+        "copy": benchmarks.CopyBaseline(case, 1, slow),
+        "copy-kernel": benchmarks.CopyBaseline(case, 1),
+    }
     monkeypatch.setattr(benchmark, "_copies", lambda *_: copies)
     rows = run(case, builtin("hf"))
-    for phase in ("forward", "backward", "both"):
+    for phase in PHASES:
         assert rows["copy-kernel"]["times"][phase]["percent"] == 100
         assert rows["copy"]["times"][phase]["percent"] < 60
     once = rows["copy-kernel"]["times"]["forward"]["ms"]
@@ -347,15 +316,17 @@ def test_faster_copy_is_the_baseline(monkeypatch):
 
 
 def test_wrong_copy_is_refused():
-    copy = CopyBaseline(problem(), 1, lambda target, source: target[1:].copy_(source[1:]))
+    copy = benchmarks.CopyBaseline(
+        problem(), 1, lambda target, source: target[1:].copy_(source[1:])
+    )
     with pytest.raises(RuntimeError, match="the copy differs from its source"):
         copy.require_exact()
 
 
-@pytest.mark.skipif(not dispatch.is_interpreted(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.skipif(not ops.is_interpreted(), reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copy_kernel_copies(dtype):
-    CopyBaseline(problem(length=3, dtype=dtype), 1, copy_kernel.copy).require_exact()
+    benchmarks.CopyBaseline(problem(length=3, dtype=dtype), 1, copy_kernel.copy).require_exact()
 
 
 def test_our_frozen_weights_have_no_gradients():

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from rope_patch.benchmarks.kernels import copy_kernel, launch_count, timing
-from rope_patch.benchmarks.kernels.benchmark import KernelBenchRequest, bench
-from rope_patch.benchmarks.kernels.shapes import SHAPES
+from rope_patch import benchmarks
+from rope_patch.benchmarks import KernelBenchRequest, QueueSleep
+from rope_patch.benchmarks.kernels import copy_kernel, launch_count
+from rope_patch.benchmarks.kernels.benchmark import bench
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -28,8 +29,8 @@ def test_all_phases_are_timed():
 
 def test_peak_memory_and_launches():
     x = torch.zeros(2**20, device="cuda")
-    assert timing.peak_memory(lambda: x + 1) == 2**22
-    (row,) = launch_count.measure(SHAPES["qwen3-8b"], torch.device("cuda"))
+    assert benchmarks.peak_memory(lambda: x + 1) == 2**22
+    (row,) = launch_count.measure(benchmarks.SHAPES["qwen3-8b"], torch.device("cuda"))
     assert (row["hf"], row["ours"], row["profiler"]) == (945, 36, True)
 
 
@@ -43,20 +44,20 @@ def test_copy_kernel_copies():
 def test_sleep_covers_calls_with_many_launches():
     """A thousand launches take the CPU longer than the first sleep."""
     x = torch.zeros(16, device="cuda")
-    sleep = timing.QueueSleep()
+    sleep = QueueSleep()
 
     def call():
         for _ in range(1000):
             x.add_(1)
 
-    seconds = timing.time_calls(lambda: [call], sleep)
+    seconds = benchmarks.time_calls(lambda: [call], sleep)
     assert sleep.is_covering
-    assert sleep.cycles > timing.QueueSleep().cycles
+    assert sleep.cycles > QueueSleep().cycles
     assert 0 < seconds[0] < 1
 
 
 def test_calls_that_wait_for_the_device_are_marked():
     x = torch.ones(16, device="cuda")
-    sleep = timing.QueueSleep()
-    timing.time_calls(lambda: [lambda: x.sum().item()], sleep)
+    sleep = QueueSleep()
+    benchmarks.time_calls(lambda: [lambda: x.sum().item()], sleep)
     assert not sleep.is_covering

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rope_patch import benchmarks, ops
 from rope_patch.benchmarks.kernels import launch_count
-from rope_patch.benchmarks.kernels.shapes import SHAPES
-from rope_patch.ops import dispatch
 
 CPU = torch.device("cpu")
 
@@ -16,16 +15,14 @@ QWEN_NORM = ["_to_copy", "pow", "mean", "add", "rsqrt", "mul", "_to_copy", "mul"
 ROTATION = ["mul", "neg", "cat", "mul", "add"]
 QWEN_LAYER = 2 * (len(QWEN_NORM) + len(ROTATION))
 
-needs_interpreter = pytest.mark.skipif(
-    not dispatch.is_interpreted(), reason="needs TRITON_INTERPRET=1"
-)
+needs_interpreter = pytest.mark.skipif(not ops.is_interpreted(), reason="needs TRITON_INTERPRET=1")
 
 
 @needs_interpreter
 def test_launches_of_few_layers():
     counts = {}
     for layers in (2, 4):
-        (row,) = launch_count.measure(replace(SHAPES["qwen3-8b"], layers=layers), CPU)
+        (row,) = launch_count.measure(replace(benchmarks.SHAPES["qwen3-8b"], layers=layers), CPU)
         counts[layers] = row["hf"]
         assert row["ours"] == layers
         assert row["whole"]["hf"] - row["hf"] == row["whole"]["ours"] - row["ours"]
@@ -36,18 +33,18 @@ def test_launches_of_few_layers():
 @needs_interpreter
 @pytest.mark.slow
 def test_launches_of_all_layers_of_qwen3():
-    (row,) = launch_count.measure(SHAPES["qwen3-8b"], CPU)
+    (row,) = launch_count.measure(benchmarks.SHAPES["qwen3-8b"], CPU)
     assert (row["hf"], row["ours"]) == (945, 36)
 
 
 def test_launches_need_triton(monkeypatch):
     monkeypatch.setattr(launch_count, "is_interpreted", lambda: False)
-    (row,) = launch_count.measure(SHAPES["qwen3-8b"], CPU)
+    (row,) = launch_count.measure(benchmarks.SHAPES["qwen3-8b"], CPU)
     assert row["not_measured"].startswith("counting launches needs Triton on a GPU")
 
 
 def test_operators_that_launch_nothing_do_not_count():
-    counts = launch_count.LaunchCounts()
+    counts = benchmarks.LaunchCounts()
     x = torch.zeros(4, 6)
     with launch_count._dispatched(counts):
         x.view(6, 4).transpose(0, 1)[1:].unsqueeze(0)

@@ -9,10 +9,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from rope_patch.benchmarks import (
+    KernelBenchRequest,
+    builtin_implementations,
+    third_party_implementations,
+)
 from rope_patch.benchmarks.kernels import benchmark, estimate, plan
-from rope_patch.benchmarks.kernels.implementations import builtin_implementations
-from rope_patch.benchmarks.kernels.request import KernelBenchRequest, choose_settings, left_out
-from rope_patch.benchmarks.kernels.third_party import third_party_implementations
+from rope_patch.benchmarks.kernels.request import choose_settings, left_out
 from rope_patch.cli import app
 from rope_patch.cli import bench as benchmarking
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rope_patch.benchmarks.kernels import timing
+from rope_patch.benchmarks import QueueSleep, time_calls
 
 LAUNCH, KERNEL = 0.01, 0.002  # milliseconds of the CPU and of the GPU
 
@@ -61,52 +61,40 @@ def gpu(monkeypatch):
 
 @pytest.mark.parametrize("kernels", [1, 76, 300, 1000])
 def test_time_excludes_launches_however_many(gpu, kernels):
-    sleep = timing.QueueSleep()
-    seconds = timing.time_calls(lambda: [lambda: gpu.launch(kernels)] * 3, sleep)
+    sleep = QueueSleep()
+    seconds = time_calls(lambda: [lambda: gpu.launch(kernels)] * 3, sleep)
     assert seconds == pytest.approx([kernels * KERNEL / 1e3] * 3)
     assert sleep.is_covering
 
 
 def test_few_launches_keep_the_first_sleep(gpu):
-    sleep = timing.QueueSleep()
+    sleep = QueueSleep()
     for _ in range(5):
-        timing.time_calls(lambda: [lambda: gpu.launch(10)], sleep)
-    assert set(gpu.sleeps) == {timing.QueueSleep().cycles}
+        time_calls(lambda: [lambda: gpu.launch(10)], sleep)
+    assert set(gpu.sleeps) == {QueueSleep().cycles}
     assert len(gpu.sleeps) == 1 + 5  # a warm-up, and no repetition
 
 
 def test_longer_sleep_is_kept(gpu):
-    sleep = timing.QueueSleep()
-    timing.time_calls(lambda: [lambda: gpu.launch(300)], sleep)
-    gpu.sleeps.clear()
-    timing.time_calls(lambda: [lambda: gpu.launch(300)], sleep)
+    sleep = QueueSleep()
+    for _ in range(2):
+        gpu.sleeps.clear()
+        time_calls(lambda: [lambda: gpu.launch(300)], sleep)
     assert gpu.sleeps == [sleep.cycles]
 
 
-def test_compilation_does_not_lengthen_the_sleep(gpu):
-    calls = []
-
-    def call():
-        gpu.cpu += 0 if calls else 5000  # the first call compiles
-        calls.append(0)
-        gpu.launch(1)
-
-    sleep = timing.QueueSleep()
-    assert timing.time_calls(lambda: [call], sleep) == pytest.approx([KERNEL / 1e3])
-    assert sleep.cycles == timing.QueueSleep().cycles
-
-
-def test_single_hiccup_does_not_lengthen_the_sleep(gpu):
+@pytest.mark.parametrize(("slow_call", "ms"), [(1, 5000), (2, 50)], ids=["compilation", "hiccup"])
+def test_single_slow_call_does_not_lengthen_the_sleep(gpu, slow_call, ms):
     calls = []
 
     def call():
         calls.append(0)
-        gpu.cpu += 50 if len(calls) == 2 else 0
+        gpu.cpu += ms if len(calls) == slow_call else 0
         gpu.launch(1)
 
-    sleep = timing.QueueSleep()
-    assert timing.time_calls(lambda: [call], sleep) == pytest.approx([KERNEL / 1e3])
-    assert sleep.cycles == timing.QueueSleep().cycles
+    sleep = QueueSleep()
+    assert time_calls(lambda: [call], sleep) == pytest.approx([KERNEL / 1e3])
+    assert sleep.cycles == QueueSleep().cycles
 
 
 def test_calls_that_wait_for_the_device_end_and_are_marked(gpu):
@@ -115,12 +103,12 @@ def test_calls_that_wait_for_the_device_end_and_are_marked(gpu):
         gpu.synchronize()
         gpu.launch(1)
 
-    sleep = timing.QueueSleep()
-    seconds = timing.time_calls(lambda: [call], sleep)
+    sleep = QueueSleep()
+    seconds = time_calls(lambda: [call], sleep)
     assert not sleep.is_covering
     assert seconds[0] > 2 * KERNEL / 1e3
     gpu.sleeps.clear()
-    timing.time_calls(lambda: [call], sleep)
+    time_calls(lambda: [call], sleep)
     assert len(gpu.sleeps) == 1  # no more attempts
 
 
@@ -138,5 +126,5 @@ def test_calls_are_prepared_again_for_each_repetition(gpu):
 
         return [call]
 
-    timing.time_calls(prepare, timing.QueueSleep())
+    time_calls(prepare, QueueSleep())
     assert len(used) > 2

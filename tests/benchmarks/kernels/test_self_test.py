@@ -10,13 +10,12 @@ pytest.importorskip("triton")
 import triton
 from typer.testing import CliRunner
 
+from rope_patch import Refused, ops
 from rope_patch.benchmarks.kernels import self_test
 from rope_patch.cli import app
-from rope_patch.ops import dispatch
 from rope_patch.ops.kernels import rope
-from rope_patch.utils.errors import Refused
 
-pytestmark = pytest.mark.skipif(not dispatch.is_interpreted(), reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(not ops.is_interpreted(), reason="needs TRITON_INTERPRET=1")
 SIZES = {"heads": 2, "key_heads": 1, "head_dim": 8}
 SMALL = {
     "rotates": SIZES,
@@ -108,7 +107,7 @@ def test_machines_without_kernels_are_refused(monkeypatch):
 
 
 def test_unknown_shapes_are_refused():
-    with pytest.raises(Refused, match="no shape 'lama': choose from rotates, norms"):
+    with pytest.raises(Refused, match=r"'lama'.*rotates, norms"):
         self_test.run_self_test(("lama",))
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 from relative_positions import relative_positions
 
-from rope_patch.methods import build, registered_methods
-from rope_patch.methods.position_map import PositionMap
+from rope_patch.methods import PositionMap, build, registered_methods
 
 CASES = json.loads((Path(__file__).parent / "golden.json").read_text())
 

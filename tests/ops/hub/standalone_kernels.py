@@ -19,7 +19,7 @@ SHAPES = {  # rotated dimensions, neighbours, heads of queries and keys, dimensi
     "partial-neighbours": (24, True, (5, 2), 2),
     "one-tensor": (64, False, (4,), 2),
 }
-DIM, TOKENS, BATCH = 64, 5, 2
+DIM, TOKENS, BATCH = 64, 2, 2
 EPS = 1e-6
 
 
@@ -33,7 +33,7 @@ def load(folder):
 
 
 def positions():
-    return torch.tensor([[0, 1, 7, 4096, 131_072], [3, 2, 1_000_000, 9, 50]])
+    return torch.tensor([[0, 131_072], [1_000_000, 9]])
 
 
 def inv_freq(rotary_dim):
@@ -122,6 +122,10 @@ def check_compiled(package):
 
 if __name__ == "__main__":
     sys.modules["rope_patch"] = None  # importing it raises
+    sys.path.append(str(Path(__file__).parents[2]))
+    from helpers.triton_interpreter import patch_language_once_a_launch
+
+    patch_language_once_a_launch()
     torch.manual_seed(0)
     package = load(Path(sys.argv[1]))
     kernels = ("triton", "auto")

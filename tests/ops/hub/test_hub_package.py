@@ -4,22 +4,31 @@ import ast
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
+from unittest import mock
 
 import pytest
 import torch
-from standalone_kernels import load
+from standalone_kernels import SHAPES, load
 from torch._subclasses import FakeTensorMode
 
-from rope_patch import ops
-from rope_patch.ops.hub.__main__ import main
-from rope_patch.ops.hub.package import BACKENDS, build_package
+from rope_patch import Refused, ops
 from rope_patch.ops.hub.source_tree import collect_sources, make_standalone
-from rope_patch.utils.errors import Refused
 
 SCRIPT = Path(__file__).with_name("standalone_kernels.py")
+
+
+BACKENDS = ("cpu", "cuda")
+
+
+def build_package(folder):
+    """Run the command in this process."""
+    with mock.patch.object(sys, "argv", ["hub", str(folder)]):
+        runpy.run_module("rope_patch.ops.hub", run_name="__main__")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +74,10 @@ def test_is_the_same_every_time(package, tmp_path):
         assert path.read_bytes() == (package / path.relative_to(again)).read_bytes()
 
 
-def test_command_refuses_a_folder_with_files(tmp_path, monkeypatch, capsys):
+def test_command_refuses_a_folder_with_files(tmp_path, capsys):
     (tmp_path / "notes").write_text("mine")
-    monkeypatch.setattr(sys, "argv", ["hub", str(tmp_path)])
     with pytest.raises(SystemExit) as exit:
-        main()
+        build_package(tmp_path)
     assert exit.value.code == 1
     assert capsys.readouterr().err.startswith(f"Error: {tmp_path} is not empty")
     assert [p.name for p in tmp_path.iterdir()] == ["notes"]
@@ -89,9 +97,7 @@ def errors(package):
 
 
 @pytest.mark.parametrize("kernels", ["triton", "auto"])
-@pytest.mark.parametrize(
-    "shape", ["halves", "neighbours", "partial", "partial-neighbours", "one-tensor"]
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_agrees_with_float64(errors, shape, kernels):
     found = errors[f"{shape} {kernels}"]
     norms = set() if shape == "one-tensor" else {"norm-each", "norm-together"}

@@ -79,9 +79,14 @@ kernels = pytest.mark.parametrize("name", KERNELS)
 
 
 @kernels
-def test_arguments_match_the_kernel_signature(launches, name):
+@pytest.mark.parametrize("heads_dim", [1, 2])
+def test_arguments_match_the_kernel_signature(launches, name, heads_dim):
     function, inputs = KERNELS[name]
-    function(**inputs())
+    arguments = inputs() | {"heads_dim": heads_dim}
+    for x in ("q", "k", "q_grad", "k_grad"):
+        if x in arguments and heads_dim == 1:
+            arguments[x] = arguments[x].transpose(1, 2)
+    function(**arguments)
     (call,) = getattr(launches, name).slow
     names = list(inspect.signature(getattr(launches, name).fn).parameters)
     args = dict(zip(names, call.args, strict=False))
@@ -97,23 +102,6 @@ def test_arguments_match_the_kernel_signature(launches, name):
     if name == "backward":
         assert args["tokens"] == 8
         assert [args[f"kg_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
-
-
-@kernels
-def test_heads_before_tokens(launches, name):
-    function, inputs = KERNELS[name]
-    arguments = inputs()
-    for x in ("q", "k", "q_grad", "k_grad"):
-        if x in arguments:
-            arguments[x] = arguments[x].transpose(1, 2)
-    arguments["heads_dim"] = 1
-    function(**arguments)
-    (call,) = getattr(launches, name).slow
-    names = inspect.signature(getattr(launches, name).fn).parameters
-    args = dict(zip(names, call.args, strict=False))
-    assert (args["S"], args["H"], args["K"]) == (4, 4, 2)
-    assert [args[f"q_{x}"] for x in "bshd"] == [4 * 4 * 64, 4 * 64, 64, 1]
-    assert [args[f"ko_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
 
 
 @kernels
@@ -400,22 +388,22 @@ def test_queries_and_keys_share_a_tile(launches):
     assert call.grid == (8192, 1, 1)
 
 
-@pytest.mark.parametrize(("tokens", "shares"), [(1, 4), (512, 4), (1024, 2), (2047, 1), (2048, 1)])
-def test_few_tokens_are_shared_in_the_backward_pass(launches, tokens, shares):
+@pytest.mark.parametrize(
+    ("weights", "tokens", "shares"),
+    [
+        *((True, *x) for x in ((1, 4), (512, 4), (1024, 2), (2047, 1), (2048, 1))),
+        *((False, *x) for x in ((1, 2), (2048, 2), (4096, 1), (8192, 1))),
+    ],
+)
+def test_few_tokens_are_shared_in_the_backward_pass(launches, weights, tokens, shares):
     """The rows of partial sums stay within 2048, because a second launch sums them."""
-    qk_norm_rope.launch_backward(**backward_inputs(batch=1, tokens=tokens, heads=32))
+    inputs = backward_inputs(batch=1, tokens=tokens, heads=32)
+    qk_norm_rope.launch_backward(**inputs, weights=weights)
     (call,) = launches.backward.slow
-    assert call.constants["HEADS"] == 8
-    assert call.grid == (tokens, 2, shares)
-    assert call.args[10].shape == (tokens * shares, 2 * 64)
-
-
-@pytest.mark.parametrize(("tokens", "shares"), [(1, 2), (2048, 2), (4096, 1), (8192, 1)])
-def test_without_weights_the_backward_pass_has_more_programs(launches, tokens, shares):
-    qk_norm_rope.launch_backward(**backward_inputs(batch=1, tokens=tokens, heads=32), weights=False)
-    (call,) = launches.backward.slow
-    assert call.constants["HEADS"] == 16
-    assert call.grid == (min(tokens, 4096), 2, shares)
+    assert call.constants["HEADS"] == (8 if weights else 16)
+    assert call.grid == (tokens if weights else min(tokens, 4096), 2, shares)
+    if weights:
+        assert call.args[10].shape == (tokens * shares, 2 * 64)
 
 
 @pytest.mark.parametrize(
@@ -424,28 +412,18 @@ def test_without_weights_the_backward_pass_has_more_programs(launches, tokens, s
 )
 def test_a_division_is_left_out_where_there_is_one_row_or_one_token(launches, batch, tokens, kind):
     for name, (function, inputs) in KERNELS.items():
-        if name != "sum":
-            function(**inputs(batch=batch, tokens=tokens))
-            (call,) = getattr(launches, name).slow
-            assert call.constants["ROWS"] == kind
+        function(**inputs(batch=batch, tokens=tokens))
+        (call,) = getattr(launches, name).slow
+        assert call.constants["ROWS"] == kind
 
 
-@pytest.mark.parametrize("head_dim", [64, 256, 2048, 4096])
-@pytest.mark.parametrize("heads", [1, 5])
-def test_wide_heads_have_a_tile_of_one_head(launches, head_dim, heads):
-    inputs = rope_inputs(batch=1, tokens=1, heads=heads, dim=head_dim)
-    rope.launch(**inputs | {"packed_freqs": integers(head_dim // 2 + 1)})
-    (call,) = launches.rope.slow
-    assert call.constants["HEADS"] >= 1
-    assert call.grid[1] * call.constants["HEADS"] >= heads + 2
+SIZES = [(64, 64), (80, 32), (128, 20), (256, 64), (512, 512), (2048, 2), (4096, 4096)]
 
 
 @pytest.mark.parametrize("heads", [1, 5, 40])
-@pytest.mark.parametrize(
-    "sizes", [(64, 64), (80, 80), (80, 32), (128, 128), (128, 20), (256, 64), (512, 512), (2048, 2)]
-)
-def test_tile_sizes_are_the_next_powers_of_two(sizes, heads):
-    head_dim, rotary_dim = sizes
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), SIZES)
+def test_tile_sizes_are_the_next_powers_of_two(head_dim, rotary_dim, heads):
+    """Wide heads have a tile of one head."""
     arguments = launcher.tile_sizes(head_dim, rotary_dim, heads)
     for name in ("PAIRS", "UNROTATED", "HEADS"):
         assert not arguments[name] & (arguments[name] - 1)
