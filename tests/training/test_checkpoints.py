@@ -245,7 +245,7 @@ def rows(tmp_path):
         random = Random(0)
         path = tmp_path / "rows.jsonl"
         token_rows = [[random.randrange(10, 400) for _ in range(LENGTH)] for _ in range(40)]
-        token_rows[poisoned][100] = POISON
+        token_rows[poisoned][50] = POISON
         if repetitive:
             token_rows[:20] = [[20, 21, 22, 23] * (LENGTH // 4)] * 20
         path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in token_rows))

@@ -39,7 +39,12 @@ CASES = {
     "yarn": {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 1},
     "lora": {"lora_rank": 4},
     "mixed": {"method": "mixed-yarn", "train_length": 320, "short_share": 0.5},
-    "best_fit": {"packing": "best_fit", "packing_window": 3, "data": "short"},
+    "best_fit": {
+        "packing": "best_fit",
+        "packing_window": 3,
+        "data": "short",
+        "train_length": 128,
+    },
     "woven": {
         "data": "novel",
         "train_length": 768,
@@ -240,8 +245,8 @@ def test_bfloat16_and_checkpointing_give_the_same_losses_within_rounding(runs, t
 
 
 def test_tokens_determine_the_number_of_steps(tmp_path):
-    run("loop", tmp_path / "run", max_steps=-1, save_strategy="no", tokens=1000)
-    assert len(read_log(tmp_path / "run")) == 2  # of 512 each
+    run("loop", tmp_path / "run", max_steps=-1, save_strategy="no", tokens=500)
+    assert len(read_log(tmp_path / "run")) == 2  # of 256 each
 
 
 def test_the_command_line_overrides_a_recipe_file(tmp_path):

@@ -24,7 +24,7 @@ RECIPES = {"finetune": "rope_patch.training.trainer", "loop": "rope_patch.traini
 # The loop takes the Trainer's steps to the bit (test_trainer_and_loop.py), by the same parts.
 BOTH = ["finetune", pytest.param("loop", marks=pytest.mark.slow)]
 STEPS = 3
-LENGTH = 128
+LENGTH = 64
 ASSETS = Path(__file__).parent.parent / "assets"
 TINY = {
     "model": ASSETS / "tiny-llama",
