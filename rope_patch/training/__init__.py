@@ -1,1 +1,42 @@
 """Fine-tune a model for a longer context, from a recipe."""
+
+from rope_patch.utils.front import front
+
+__all__, __getattr__, __dir__ = front(
+    __name__,
+    {
+        "averaging": "average_into",
+        "data.aggregation": "TaskWeaver",
+        "data.arguments": "DataArguments check_data_arguments require_no_document_masks",
+        "data.best_fit": "best_fit_decreasing",
+        "data.compression": "compression_ratio",
+        "data.documents": "TokenizedDocument",
+        "data.packing": "PackedRows collate",
+        "data.row_positions": "skipped_positions",
+        "data.sources": "find_source fingerprint",
+        "data.summary": "summarize",
+        "inspection.clean_folder": "CleanFolder",
+        "inspection.duplicates": "DuplicateFinder",
+        "inspection.packing_yield": "packing_yield",
+        "memory.context": "exchange_bytes",
+        "memory.launch": "read_environment",
+        "memory.model": "MemoryNeed host_memory_need longest_row memory_need",
+        "memory.model_shape": "model_shape",
+        "memory.recipe_setup": "training_setup",
+        "memory.step_time": "StepWork step_work",
+        "memory.suggestions": "suggest_changes",
+        "monitor": "DivergenceGuard TrainingProgress TrainingStopped read_log",
+        "objective.arguments": "ObjectiveArguments",
+        "objective.chunked_loss": "install_loss",
+        "objective.distillation": "Distillation divergence",
+        "objective.teacher": "Teacher",
+        "objective.terms": "Objective Term",
+        "objective.z_loss": "ZLoss",
+        "parameter_groups": "decayed_names require_undecayed_embeddings",
+        "recipe_files": "find_launch find_recipe",
+        "run": "TrainingRun",
+        "schedule": "same_rates",
+        "settings": "ExtensionArguments Settings TrainArguments known_keys read_recipe",
+        "trainer": "finetune",
+    },
+)

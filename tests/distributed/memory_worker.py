@@ -7,29 +7,23 @@ runs on GPUs only.
 """
 
 import json
-import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import check_memory_plan
 import shims
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
     TorchContextParallelConfig,
 )
 from helpers.processes import leave_process_group
+from shims import RANK, SIZE
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from rope_patch.training.objective import chunked_loss
+from rope_patch.training import install_loss
 
-RANK, SIZE = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
 IGNORED = -100
 CONFIG = {"hidden": 256, "layers": 2, "vocab": 500}
 NARROW = {"intermediate_size": 64}  # so that attention needs most, not the MLP
@@ -125,24 +119,11 @@ def make_batch(config, length):
 
 
 def make_accelerator(kind):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    shims.allow_fsdp2_on_cpu()
-    sizes = {"dp_shard_size": SIZE}
-    if kind in ("allgather", "ring"):
-        strategy = {"allgather": "allgather", "ring": "alltoall"}[kind]
-        sizes = {
-            "cp_size": SIZE,
-            "cp_handler": TorchContextParallelConfig(cp_comm_strategy=strategy),
-        }
-    return Accelerator(
-        parallelism_config=ParallelismConfig(**sizes),
-        fsdp_plugin=FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        ),
-    )
+    if kind not in ("allgather", "ring"):
+        return shims.share(dp_shard_size=SIZE)
+    strategy = {"allgather": "allgather", "ring": "alltoall"}[kind]
+    handler = TorchContextParallelConfig(cp_comm_strategy=strategy)
+    return shims.share(cp_size=SIZE, cp_handler=handler)
 
 
 def measure(kind, length, sizes):
@@ -150,7 +131,7 @@ def measure(kind, length, sizes):
     config = check_memory_plan.llama(**CONFIG, **sizes)
     accelerator = make_accelerator(kind)
     model = make_model(config, "ulysses" if kind == "ulysses" else "sdpa")
-    chunked_loss.install_loss(model, "torch")
+    install_loss(model, "torch")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -194,15 +175,7 @@ def whole_loss(length, sizes):
 
 
 def main(folder, group):
-    torch.set_num_threads(1)
-    PartialState.destroy_process_group = lambda *_: None
-    dist.init_process_group(
-        "gloo",
-        init_method=(folder / "rendezvous").as_uri(),  # a file, as a port may be taken
-        rank=RANK,
-        world_size=SIZE,
-        timeout=timedelta(seconds=60),
-    )
+    shims.join(folder)
     shims.allow_ring_attention_on_cpu()
     AttentionInterface.register("ulysses", attend_ulysses)
     report = {

@@ -10,25 +10,20 @@ import json
 import os
 import shutil
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import shims
 import torch
-import torch.distributed as dist
-from accelerate import PartialState
-from accelerate.state import AcceleratorState, GradientState
 from helpers.processes import leave_process_group
 from torch.distributed.tensor import DTensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rope_patch import cli
-from rope_patch.training import loop, trainer
-from rope_patch.training.run import TrainingRun
+from rope_patch.training import TrainingRun, finetune
+from rope_patch.training.loop import loop
 from rope_patch.training.settings import parse
 
-RANK = int(os.environ.get("RANK", 0))
-RECIPES = {"finetune": trainer.finetune, "loop": loop.loop}
+RECIPES = {"finetune": finetune, "loop": loop}
 
 
 class Observed:
@@ -63,18 +58,16 @@ class Observed:
 
 def run_job(job, folder):
     """Run a recipe; return its exit code, its output and the observations."""
-    if job["resumes"] is not None and RANK == 0:
+    if job["resumes"] is not None and shims.RANK == 0:
         # Restore the state of a run that was stopped before its last step.
         shutil.copytree(folder / job["resumes"], folder / job["name"])
         shutil.rmtree(folder / job["name"] / "model")
         stage = folder / job["name"] / "stage-2"
         if stage.exists():
-            for name in ("checkpoint-2", "model"):
-                shutil.rmtree(stage / name)
+            shutil.rmtree(stage / "model")
             (stage / "finished.json").unlink()
-        else:
-            shutil.rmtree(folder / job["name"] / "checkpoint-4")
-    wait()
+        shutil.rmtree((stage if stage.exists() else stage.parent) / "checkpoint-2")
+    shims.wait()
     os.environ["ACCELERATE_MIXED_PRECISION"] = job["precision"]  # as the launcher does
     command = [
         *("--config", str(folder / f"{job['name']}.yaml")),
@@ -88,7 +81,7 @@ def run_job(job, folder):
         except SystemExit as exit_info:
             code = exit_info.code
     print(f"---- {job['name']}: {code}", stderr.getvalue(), sep="\n", flush=True)
-    wait()
+    shims.wait()
     return {
         "code": code,
         "said": stderr.getvalue(),
@@ -100,33 +93,14 @@ def run_job(job, folder):
     }
 
 
-def wait():
-    """Synchronise all processes, and reset accelerate's state."""
-    if dist.is_initialized():
-        dist.barrier()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def main(folder):
-    torch.set_num_threads(1)
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    # All recipes share this process group, so none of them may destroy it.
-    PartialState.destroy_process_group = lambda *_: None
-    if size > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=(folder / "rendezvous").as_uri(),  # a file, as a port may be taken
-            rank=RANK,
-            world_size=size,
-            timeout=timedelta(seconds=60),
-        )
+    shims.join(folder)
     if "ACCELERATE_USE_FSDP" in os.environ:
         shims.allow_fsdp2_on_cpu()
         shims.allow_ring_attention_on_cpu()
     jobs = json.loads((folder / "jobs.json").read_text())
     observations = {job["name"]: run_job(job, folder) for job in jobs}
-    (folder / f"{RANK}.json").write_text(json.dumps(observations))
+    (folder / f"{shims.RANK}.json").write_text(json.dumps(observations))
     leave_process_group()
 
 

@@ -1,17 +1,60 @@
-"""Let torch's ring attention and accelerate's FSDP2 run without a GPU.
+"""Join processes, and let torch's ring attention and accelerate's FSDP2 run without a GPU.
 
 The shims replace private parts of torch and accelerate, so the tests are skipped on other versions
 than `WRITTEN_FOR`. They are for worker processes only, since nothing is restored.
 """
 
+import os
+from datetime import timedelta
+
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
-from accelerate.utils import DistributedType
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from packaging.version import Version
 
 WRITTEN_FOR = {torch: "2.13", accelerate: "1.15"}
+
+
+RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def join(folder):
+    """Join the other processes in a group that lasts for all runs, if there are any."""
+    torch.set_num_threads(1)
+    PartialState.destroy_process_group = lambda *_: None
+    if SIZE > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=(folder / "rendezvous").as_uri(),  # a file, as a port may be taken
+            rank=RANK,
+            world_size=SIZE,
+            timeout=timedelta(seconds=60),
+        )
+
+
+def wait():
+    """Synchronise all processes, and reset accelerate's state."""
+    if dist.is_initialized():
+        dist.barrier()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def share(**sizes):
+    """Return an accelerator that splits weights, and optionally sequences, over all processes."""
+    wait()
+    allow_fsdp2_on_cpu()
+    return Accelerator(
+        parallelism_config=ParallelismConfig(**sizes),
+        fsdp_plugin=FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        ),
+    )
 
 
 def unsupported_reason():

@@ -15,7 +15,7 @@ import pytest
 import shims
 from helpers.processes import SPAWN, launch, shared_folder
 
-from rope_patch.training.memory.model import memory_need
+from rope_patch.training import memory_need
 
 PROCESSES = 2  # they take 10 seconds for the few cases, 30 for the others
 EXPERIMENTS = Path(check_memory_plan.__file__).parent

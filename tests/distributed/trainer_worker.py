@@ -7,23 +7,18 @@ writes `FOLDER/RANK.json`, which test_shared_trainer.py checks.
 import json
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import datasets
 import peft
 import shims
 import torch
-import torch.distributed as dist
 import transformers
-from accelerate import PartialState
-from accelerate.state import AcceleratorState, GradientState
 from helpers.processes import leave_process_group
 from torch.distributed.tensor import DTensor
 
 import rope_patch
 
-RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 METHOD = {"method": "yarn", "factor": 2}
 ROWS = 4  # of one step, in all processes together
@@ -31,7 +26,7 @@ ROWS = 4  # of one step, in all processes together
 
 def rows():
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(10, 400, (16, 400), generator=generator).tolist()
+    ids = torch.randint(10, 400, (8, 280), generator=generator).tolist()
     return datasets.Dataset.from_dict({"input_ids": ids, "labels": ids})
 
 
@@ -46,10 +41,10 @@ def train(folder, *, lora=False, resume=None, method=METHOD):
         model=model,
         args=transformers.TrainingArguments(
             output_dir=str(folder),
-            max_steps=4,
-            per_device_train_batch_size=ROWS // SIZE,
+            max_steps=2,
+            per_device_train_batch_size=ROWS // shims.SIZE,
             learning_rate=1e-3,
-            save_steps=2,
+            save_steps=1,
             logging_steps=1,
             seed=7,
             use_cpu=True,
@@ -73,26 +68,9 @@ def train(folder, *, lora=False, resume=None, method=METHOD):
     }
 
 
-def wait():
-    """Synchronise all processes, and reset accelerate's state."""
-    if dist.is_initialized():
-        dist.barrier()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def main(folder):
-    torch.set_num_threads(1)
+    shims.join(folder)
     transformers.logging.set_verbosity_error()
-    PartialState.destroy_process_group = lambda *_: None  # all runs share it
-    if SIZE > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=(folder / "rendezvous").as_uri(),
-            rank=RANK,
-            world_size=SIZE,
-            timeout=timedelta(seconds=60),
-        )
     if "ACCELERATE_USE_FSDP" in os.environ:
         shims.allow_fsdp2_on_cpu()
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
@@ -100,15 +78,15 @@ def main(folder):
     for name, changes in {
         "full": {},
         "lora": {"lora": True},
-        "full resumed": {"resume": folder / "full" / "checkpoint-2"},
-        "lora resumed": {"lora": True, "resume": folder / "lora" / "checkpoint-2"},
-        "other": {"resume": folder / "full" / "checkpoint-2", "method": {**METHOD, "factor": 4}},
+        "full resumed": {"resume": folder / "full" / "checkpoint-1"},
+        "lora resumed": {"lora": True, "resume": folder / "lora" / "checkpoint-1"},
+        "other": {"resume": folder / "full" / "checkpoint-1", "method": {**METHOD, "factor": 4}},
     }.items():
-        wait()
+        shims.wait()
         reports[name] = train(folder / name, **changes)
         print("----", name, reports[name], flush=True)
-    wait()
-    (folder / f"{RANK}.json").write_text(json.dumps(reports))
+    shims.wait()
+    (folder / f"{shims.RANK}.json").write_text(json.dumps(reports))
     leave_process_group()
 
 

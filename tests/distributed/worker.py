@@ -1,29 +1,24 @@
-"""Measure context parallelism in one of several processes that share sequences.
+"""Measure logits and steps in one of several processes that share weights or sequences.
 
 Run as `worker.py FOLDER` with the variables that torchrun sets; writes `FOLDER/RANK.json`, which
-test_context_parallel.py checks. One run measures everything, since starting processes is slow.
+test_shared_logits.py checks. One run measures everything, since starting processes is slow.
 """
 
 import contextlib
 import json
-import os
 import sys
-from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import shims
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from helpers.processes import leave_process_group
 from helpers.tiny_models import LONG_FACTOR, SHORT_FACTOR, TRAINED, make_model, tokens
+from shims import RANK, SIZE
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
 
 import rope_patch
-from rope_patch.patching.dynamic import hooks
 
 # Of two processes, one gets both ends of a sequence and the other its middle. At this length only
 # the first one has positions beyond the trained length.
@@ -32,7 +27,6 @@ WITHIN_ONE = LENGTH // 4 - 8  # the other process gets padding only
 
 METHODS = {
     "yarn": {"factor": 4},
-    "dynamic": {},
     "dynamic-yarn": {},
     "longrope": {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR},
 }
@@ -58,6 +52,28 @@ class Reductions:
 def make_patched(method):
     model = make_model()
     return model, rope_patch.patch(model, method, **METHODS[method])
+
+
+def logits(model, ids, **inputs):
+    with torch.no_grad():
+        model_logits = model(input_ids=ids, use_cache=False, **inputs).logits
+    return model_logits.full_tensor() if isinstance(model_logits, DTensor) else model_logits
+
+
+def max_difference(got, expected):
+    return (got - expected).abs().max().item()
+
+
+def error_of(call):
+    """Return the error of a call, or None."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+
+
+def prepare(accelerator, model):
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0]
 
 
 def make_batch(lengths=(LENGTH,)):
@@ -91,7 +107,7 @@ def no_parallelism(**_):
 
 def gather_logits(part, positions):
     """Gather the whole `[1, S, V]` from each process's part at its positions."""
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    parts = [torch.empty_like(part) for _ in range(SIZE)]
     places = [torch.empty_like(positions) for _ in parts]
     dist.all_gather(parts, part.contiguous())
     dist.all_gather(places, positions.contiguous())
@@ -114,7 +130,7 @@ def measure_logits(mesh, method):
         with split(batch, torch_context(mesh)):
             with Reductions() as reductions:
                 part = model(**batch, use_cache=False).logits
-            difference = (gather_logits(part, batch["position_ids"]) - whole).abs().max().item()
+            difference = max_difference(gather_logits(part, batch["position_ids"]), whole)
         logits_report[source] = {"apart": difference, "reductions": reductions.count}
     return logits_report
 
@@ -126,21 +142,16 @@ def measure_positions(mesh):
         return batch["position_ids"][0].tolist()
 
 
-def error_without_positions(model, context):
-    """Return a model's error if its part of the sequence comes without positions."""
-    batch = make_batch()
-    del batch["position_ids"]
-    with split(batch, context):
-        try:
-            model(**batch, use_cache=False)
-        except ValueError as error:
-            return str(error)
-
-
-def measure_missing_positions(mesh):
-    model, handle = make_patched("dynamic-yarn")
-    handle.share_length(mesh.get_group())
-    return error_without_positions(model, torch_context(mesh))
+def measure_missing_positions(mesh, method):
+    """Return the errors without positions, without accelerate, before, with and after a group."""
+    model, handle = make_patched(method)
+    errors = {}
+    for state, group in (("unknown", None), ("shared", mesh.get_group()), ("ended", None)):
+        handle.share_length(group)
+        batch = make_batch()
+        with split(batch, torch_context(mesh)):
+            errors[state] = error_of(lambda ids=batch["input_ids"]: logits(model, ids))
+    return errors
 
 
 # -- data parallelism ------------------------------------------------------------------------------
@@ -152,15 +163,76 @@ def measure_data_parallel():
     Each process has rows of its own, so frequencies of other shapes: by rows or for all of them.
     """
     model, _ = make_patched("dynamic-yarn")
-    rows = {0: (30, LENGTH), 1: (LENGTH // 2, LENGTH // 2)}[dist.get_rank()]
+    rows = {0: (30, LENGTH), 1: (LENGTH // 2, LENGTH // 2)}[RANK]
     batches = [make_batch(rows), make_batch((20, 25)), make_batch(rows[::-1])]
     alone = [model(**batch, use_cache=False).logits for batch in batches]
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     together = [parallel(**batch, use_cache=False).logits for batch in batches]
-    return max((a - b).abs().max().item() for a, b in zip(alone, together, strict=True))
+    return max(max_difference(a, b) for a, b in zip(alone, together, strict=True))
+
+
+# -- sharded weights -------------------------------------------------------------------------------
+
+
+def measure_weights(method):
+    """Return differences of a sharded model's logits, patched before or after sharding.
+
+    Each process has a sequence of its own, one on either side of the trained length.
+    """
+    shims.wait()
+    ids = tokens((TRAINED // 2, LENGTH)[RANK], seed=RANK)
+    plain, whole = logits(make_model(), ids), logits(make_patched(method)[0], ids)
+    accelerator = shims.share(dp_shard_size=SIZE)
+    before = prepare(accelerator, make_patched(method)[0]).eval()
+    after = prepare(accelerator, make_model()).eval()
+    names = [name for name, _ in after.named_parameters()]
+    unpatched = max_difference(logits(after, ids), plain)
+    rope_patch.patch(after, method, **METHODS[method])
+    differences = {
+        "unpatched": unpatched,
+        "before": max_difference(logits(before, ids), whole),
+        "after": max_difference(logits(after, ids), whole),
+        "moved": max_difference(whole, plain),
+        "sharded": sum(isinstance(p, DTensor) for p in before.parameters()),
+        "same names": names == [name for name, _ in after.named_parameters()],
+    }
+    for name, model in (("before", before), ("after", after)):
+        rope_patch.unpatch(model)
+        differences[f"{name}, undone"] = max_difference(logits(model, ids), plain)
+    return differences
 
 
 # -- accelerate's context parallelism --------------------------------------------------------------
+
+
+def measure_sequences(method):
+    """Return differences of split from whole logits, and the error without positions."""
+    shims.wait()
+    whole = logits(make_patched(method)[0], tokens(LENGTH))
+    accelerator = shims.share(cp_size=SIZE)
+    context = accelerator.maybe_context_parallel
+    model = prepare(accelerator, make_patched(method)[0]).eval()
+    batch = make_batch()
+    with split(batch, context):
+        part = logits(model, batch["input_ids"], position_ids=batch["position_ids"])
+    report = {"apart": max_difference(gather_logits(part, batch["position_ids"]), whole)}
+
+    batch = make_batch()
+    with split(batch, context):
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        report["complaints"] = {
+            "nothing": error_of(lambda: logits(model, ids)),
+            "None": error_of(lambda: logits(model, ids, position_ids=None)),
+            "by position": error_of(lambda: model(ids, None, None)),
+            "decoder": error_of(lambda: model.model(ids)),
+            "training": error_of(lambda: model.train()(input_ids=ids, labels=ids)),
+        }
+        model.eval()
+        with torch.no_grad():
+            report["accepted"] = error_of(lambda: model(ids, None, positions, use_cache=False))
+        rope_patch.unpatch(model)
+        report["unpatched"] = error_of(lambda: logits(model, ids))
+    return report
 
 
 def measure_step(model, backward, context):
@@ -185,58 +257,40 @@ def measure_step(model, backward, context):
 
 def measure_training():
     """Return a step of one process, and of all under accelerate without explicit lengths."""
+    shims.wait()
     report = {}
     for method in TRAINING_METHODS:
         model, _ = make_patched(method)
         report[method] = {"whole": measure_step(model, torch.Tensor.backward, no_parallelism)}
 
-    # From here on accelerate's state has split sequences.
-    shims.allow_fsdp2_on_cpu()
-    accelerator = Accelerator(
-        parallelism_config=ParallelismConfig(cp_size=dist.get_world_size()),
-        fsdp_plugin=FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        ),
-    )
+    accelerator = shims.share(cp_size=SIZE)  # from here on accelerate's state has split sequences
     context = accelerator.maybe_context_parallel
 
-    def prepare_patched(method):
-        model, _ = make_patched(method)
-        return accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0]
-
     def backward(loss):  # FSDP takes the mean of the gradients, where their sum is meant
-        accelerator.backward(loss * dist.get_world_size())
+        accelerator.backward(loss * SIZE)
 
     for method in TRAINING_METHODS:
-        report[method]["split"] = measure_step(prepare_patched(method), backward, context)
-        with mock.patch.object(hooks, "context_parallel_group", return_value=None):
-            report[method]["unknown"] = measure_step(prepare_patched(method), backward, context)
-    report["complaint"] = error_without_positions(prepare_patched("dynamic-yarn"), context)
+        for source in ("split", "unknown"):
+            model, handle = make_patched(method)
+            handle.fix_length(LENGTH // SIZE if source == "unknown" else None)
+            report[method][source] = measure_step(prepare(accelerator, model), backward, context)
     return report
 
 
 def main(folder):
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=(folder / "rendezvous").as_uri(),  # a file, as a port may be taken
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
+    shims.join(folder)
     shims.allow_ring_attention_on_cpu()
-    mesh = dist.init_device_mesh("cpu", (size,))
+    mesh = dist.init_device_mesh("cpu", (SIZE,))
     report = {
         "positions": measure_positions(mesh),
         "logits": {method: measure_logits(mesh, method) for method in METHODS},
-        "complaint": measure_missing_positions(mesh),
+        "missing": {m: measure_missing_positions(mesh, m) for m in ("yarn", "dynamic-yarn")},
         "data parallel": measure_data_parallel(),
+        "weights": {method: measure_weights(method) for method in METHODS},
+        "sequences": {method: measure_sequences(method) for method in METHODS},
         "training": measure_training(),
     }
-    (folder / f"{rank}.json").write_text(json.dumps(report))
+    (folder / f"{RANK}.json").write_text(json.dumps(report))
     leave_process_group()
 
 

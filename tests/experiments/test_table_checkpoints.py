@@ -2,8 +2,10 @@
 
 import math
 import re
+import struct
 from pathlib import Path
 
+import ctranslate2_file
 import pytest
 import table_checkpoints as checkpoints
 import torch
@@ -11,7 +13,6 @@ import transformers
 from reactions import reactions
 
 import rope_patch
-from rope_patch.utils.errors import Refused
 
 WEIGHTS = Path(__file__).parents[2] / "out" / "table-weights"  # `make test-slow` fills it
 SENTENCE = " The cat sat on the mat and looked at the moon."
@@ -26,7 +27,7 @@ REACTIONS = (
 def weights(request):
     try:
         return request.param.folder(WEIGHTS)
-    except Refused as error:
+    except rope_patch.Refused as error:
         pytest.skip(str(error))
 
 
@@ -102,7 +103,7 @@ def test_a_bias_of_keys_is_not_dropped():
 
 def test_a_missing_package_names_the_command(tmp_path):
     command = f"pip install --no-deps --target {tmp_path} rxnmapper==0.4.3"
-    with pytest.raises(Refused, match=re.escape(command)):
+    with pytest.raises(rope_patch.Refused, match=re.escape(command)):
         checkpoints.ALBERT.folder(tmp_path)
 
 
@@ -124,7 +125,7 @@ def test_smiles_are_cut_into_tokens(tmp_path):
     pieces = " ".join(tokenizer.tokens[number] for number in tokenizer("CCl.BrC(=O)c1[Na+]%10>>C"))
     assert pieces == "C Cl . Br C ( = O ) c 1 [Na+] %10 >> C"
     for unknown in ("CN", "C!"):
-        with pytest.raises(Refused, match="known tokens"):
+        with pytest.raises(rope_patch.Refused, match="known tokens"):
             tokenizer(unknown)
 
 
@@ -191,3 +192,66 @@ def test_minilm_is_real(weights):
     vectors = [model(**tokenizer(t, return_tensors="pt")).last_hidden_state.mean(1) for t in texts]
     related, unrelated = (torch.cosine_similarity(vectors[0], v).item() for v in vectors[1:])
     assert related > 0.5 > 0.2 > unrelated
+
+
+# Type numbers of CTranslate2's include/ctranslate2/types.h.
+NUMBERS = {
+    torch.float32: 0,
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.float16: 4,
+    torch.bfloat16: 5,
+}
+
+
+def packed_text(string):
+    return struct.pack("<H", len(string) + 1) + string.encode() + b"\0"
+
+
+def write(path, variables, aliases, version=6):
+    """Write a file as CTranslate2's `ModelSpec._serialize` does."""
+    parts = [struct.pack("<I", version), packed_text("WhisperSpec"), struct.pack("<I", 3)]
+    parts.append(struct.pack("<I", len(variables)))
+    for name, values in variables.items():
+        raw = values.contiguous().view(torch.uint8).numpy().tobytes() if values.ndim else None
+        raw = raw or values.numpy().tobytes()
+        parts += [packed_text(name), struct.pack("<B", values.ndim)]
+        parts += [struct.pack("<I", size) for size in values.shape]
+        parts += [struct.pack("<BI", NUMBERS[values.dtype], len(raw)), raw]
+    parts.append(struct.pack("<I", len(aliases)))
+    parts += [packed_text(alias) + packed_text(name) for alias, name in aliases.items()]
+    path.write_bytes(b"".join(parts))
+
+
+@pytest.fixture
+def variables():
+    torch.manual_seed(0)
+    numbers = torch.randn(3, 4) * 50
+    found = {f"decoder/{dtype}": numbers.to(dtype) for dtype in NUMBERS}
+    return found | {"decoder/num_heads": torch.tensor(6, dtype=torch.int16)}
+
+
+def test_every_type_and_alias_is_read(tmp_path, variables):
+    write(tmp_path / "model.bin", variables, {"decoder/projection": "decoder/torch.float16"})
+    read = ctranslate2_file.read_variables(tmp_path / "model.bin")
+    assert read.keys() == {*variables, "decoder/projection"}
+    for name, values in variables.items():
+        assert read[name].dtype == values.dtype
+        assert torch.equal(read[name], values)
+    assert torch.equal(read["decoder/projection"], variables["decoder/torch.float16"])
+
+
+@pytest.mark.parametrize("left", [3, 40, 200])
+def test_a_file_that_is_cut_short_is_refused(tmp_path, variables, left):
+    path = tmp_path / "model.bin"
+    write(path, variables, {})
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(rope_patch.Refused, match="bytes early"):
+        ctranslate2_file.read_variables(path)
+
+
+def test_another_version_is_refused(tmp_path, variables):
+    write(tmp_path / "model.bin", variables, {}, version=5)
+    with pytest.raises(rope_patch.Refused, match=r"version 5 .* expected 6"):
+        ctranslate2_file.read_variables(tmp_path / "model.bin")

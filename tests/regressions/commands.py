@@ -204,7 +204,9 @@ DEFECTS = [
         "rope_patch/utils/strict_yaml.py",
         "        if node.tag in _NUMBERS and _OTHER_NUMBER.fullmatch(node.value):\n",
         "        if False:\n",
-        ("tests/training/test_settings.py::test_yaml_that_readers_take_differently_is_refused",),
+        (
+            "tests/training/test_settings.py::test_yaml_that_is_no_recipe_or_that_readers_take_differently_is_refused",
+        ),
     ),
     Defect(
         "a damaged tokenizer ends in an error of its parser's own type",

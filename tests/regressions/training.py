@@ -26,7 +26,9 @@ DEFECTS = [
         "rope_patch/utils/strict_yaml.py",
         "                if key.value in seen:\n",
         "                if False:\n",
-        ("tests/training/test_settings.py::test_yaml_that_readers_take_differently_is_refused",),
+        (
+            "tests/training/test_settings.py::test_yaml_that_is_no_recipe_or_that_readers_take_differently_is_refused",
+        ),
     ),
     Defect(
         "a run goes on in the folder of another recipe",
@@ -89,7 +91,7 @@ DEFECTS = [
         "        if id(parameter) not in undecayed and not _UNDECAYED.search(name.lower())\n",
         "        if name.endswith('head.weight') or id(parameter) not in undecayed and not _UNDECAYED.search(name.lower())\n",
         (
-            "tests/training/test_parameter_groups.py::test_a_tied_head_is_an_embedding_under_any_name_and_wrapper",
+            "tests/training/test_trainer_and_loop.py::test_a_tied_head_is_an_embedding_under_any_name_and_wrapper",
         ),
     ),
     Defect(
@@ -98,7 +100,7 @@ DEFECTS = [
         "        if id(parameter) not in undecayed and not _UNDECAYED.search(name.lower())\n",
         "        if id(parameter) not in undecayed and parameter.ndim > 1\n",
         (
-            "tests/training/test_parameter_groups.py::test_a_tied_head_is_an_embedding_under_any_name_and_wrapper",
+            "tests/training/test_trainer_and_loop.py::test_a_tied_head_is_an_embedding_under_any_name_and_wrapper",
         ),
     ),
     Defect(
@@ -186,7 +188,7 @@ DEFECTS = [
         "rope_patch/training/data/best_fit.py",
         "        sources = self._start if self._rows else self._snapshot()\n",
         "        sources = self._snapshot()\n",
-        ("tests/training/data/test_best_fit.py::test_best_fit_rows_resume_exactly_at_every_row",),
+        ("tests/training/data/test_packing_resume.py::test_rows_resume_exactly_at_every_row",),
     ),
     Defect(
         "padding lengthens rows where the rotation follows their longest position",
@@ -225,7 +227,7 @@ DEFECTS = [
         "rope_patch/training/data/readers.py",
         '    if not path.is_file():\n        raise ValueError(f"{path}: expected a file or a folder',
         '    if False:\n        raise ValueError(f"{path}: expected a file or a folder',
-        ("tests/training/data/test_hostile_documents.py::test_a_device_is_no_data",),
+        ("tests/training/data/test_documents.py::test_a_device_is_no_data",),
     ),
     Defect(
         "half a character in a record ends in a tokenizer's error without file and line",
@@ -233,7 +235,7 @@ DEFECTS = [
         "        _require_characters(text, document.location)\n",
         "",
         (
-            "tests/training/data/test_hostile_documents.py::test_half_a_character_names_file_and_line",
+            "tests/training/data/test_documents.py::test_damaged_documents_are_refused_with_their_location",
         ),
     ),
     Defect(
@@ -242,7 +244,7 @@ DEFECTS = [
         "                if len(line) > _MOST:\n",
         "                if False:\n",
         (
-            "tests/training/data/test_hostile_documents.py::test_a_small_file_that_holds_much_is_refused_before_memory_is_full",
+            "tests/training/data/test_documents.py::test_a_small_file_that_holds_much_is_refused_before_memory_is_full",
         ),
     ),
     Defect(
@@ -301,7 +303,7 @@ DEFECTS = [
         "        return torch.where(self.counted, values, 0).sum()\n",
         "        return values.sum()\n",
         (
-            "tests/training/objective/test_terms.py::test_loss_and_gradients_with_z_loss_equal_those_of_whole_logits",
+            "tests/training/objective/test_chunked_loss.py::test_loss_and_gradients_with_z_loss_equal_those_of_whole_logits",
         ),
     ),
 ]

@@ -8,10 +8,8 @@ from packed_rows import END, TINY
 from training_runs import VARIANTS, run
 from transformers import AutoTokenizer
 
-_reference_folders = {}
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
 
@@ -30,16 +28,16 @@ def source(tmp_path):
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def reference_run(tmp_path_factory):
     """Run a recipe's variant without interruption, once a session; return the run's folder."""
+    folders = {}
 
     def run_once(recipe, variant="plain", **changes):
-        key = (recipe, variant)
-        if key not in _reference_folders:
+        if (recipe, variant) not in folders:
             folder = tmp_path_factory.mktemp(f"{recipe}-{variant}") / "run"
             run(recipe, folder, **VARIANTS.get(variant, {}), **changes)
-            _reference_folders[key] = folder
-        return _reference_folders[key]
+            folders[recipe, variant] = folder
+        return folders[recipe, variant]
 
     return run_once

@@ -1,12 +1,13 @@
 """Test a run's identity: only the same recipe resumes it; a refusal changes no file."""
 
+import hashlib
 import json
 import re
 import shutil
 
 import pytest
 import torch
-import training_runs as runs
+from filelock import FileLock
 from helpers.commands import run_in_this_process
 from helpers.plugins import write_method
 from safetensors.torch import load_file, save_file
@@ -16,19 +17,16 @@ from training_runs import (
     arguments,
     copy_stopped_run,
     curve,
+    documents,
     equal_tensors,
     require_same,
     run,
+    settings_of,
 )
 from transformers import get_scheduler
 
 from rope_patch.methods import registry
-from rope_patch.training import identity, schedule
-from rope_patch.training.data.sources import fingerprint
-from rope_patch.training.settings import known_keys, parse
-from rope_patch.utils import checksums
-from rope_patch.utils.folder_lock import LOCK, lock_folder
-from rope_patch.utils.processes import Processes
+from rope_patch.training import fingerprint, identity, known_keys, same_rates
 
 OTHERS = {
     "method": ({"method": "linear"}, "method was yarn, got linear"),
@@ -62,13 +60,13 @@ def snapshot(folder):
     return {
         path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
         for path in [folder, *sorted(folder.rglob("*"))]
-        if path.name != LOCK
+        if path.name != ".lock"
     }
 
 
 @pytest.fixture
 def interrupted(reference_run, tmp_path):
-    return copy_stopped_run(reference_run("finetune"), tmp_path / "run", 2)
+    return copy_stopped_run(reference_run("finetune"), tmp_path / "run", 1)
 
 
 def error_of_refused_run(folder, *words, **changes):
@@ -82,24 +80,21 @@ def error_of_refused_run(folder, *words, **changes):
     return result.stderr
 
 
-@pytest.mark.parametrize("state", ["finished", "interrupted"])
-def test_another_recipe_is_refused_and_nothing_changes(state, reference_run, tmp_path):
-    folder = tmp_path / "run"
-    if state == "finished":
-        shutil.copytree(reference_run("finetune"), folder)
-    else:
-        copy_stopped_run(reference_run("finetune"), folder, 2)
-    for changes, message in OTHERS.values():
+def test_another_recipe_is_refused_and_nothing_changes(interrupted, reference_run, tmp_path):
+    finished = tmp_path / "finished"
+    shutil.copytree(reference_run("finetune"), finished)
+    cases = [(interrupted, case) for case in OTHERS.values()] + [(finished, OTHERS["rate"])]
+    for folder, (changes, message) in cases:
         error = error_of_refused_run(folder, **changes)
         assert f"cannot resume {folder}" in error
         assert re.search(message, error), error
-        assert "Set that back, or give another --output_dir" in error
-    assert "loop was false, got true" in error_of_refused_run(folder, "--loop")
+        assert "--output_dir" in error
+    assert "loop was false, got true" in error_of_refused_run(interrupted, "--loop")
 
 
 @pytest.mark.usefixtures("own_registry")
 def test_a_method_from_outside_is_identified_by_its_numbers(tmp_path):
-    changes = {"method": "outside", "plugin": tmp_path / "mine.py", "max_steps": 2}
+    changes = {"method": "outside", "plugin": tmp_path / "mine.py", "max_steps": 1}
     write_method(changes["plugin"])
     model = run("finetune", tmp_path / "run", **changes)
     assert json.loads((model / "rope_patch.json").read_text())["outside"]["file"] == "mine.py"
@@ -112,25 +107,24 @@ def test_a_method_from_outside_is_identified_by_its_numbers(tmp_path):
 
 
 def test_the_loop_refuses_another_recipe_too(reference_run, tmp_path):
-    folder = copy_stopped_run(reference_run("loop"), tmp_path / "run", 2)
+    folder = copy_stopped_run(reference_run("loop"), tmp_path / "run", 1)
     before = snapshot(folder)
     with pytest.raises(ValueError, match=r"cannot resume .*learning_rate was 0\.001, got 1e-05"):
-        run("loop", folder, resume=folder / "checkpoint-2", learning_rate=1e-5)
+        run("loop", folder, resume=folder / "checkpoint-1", learning_rate=1e-5)
     assert snapshot(folder) == before
 
 
-@pytest.mark.parametrize("loop", [[], ["--loop"]])
-def test_a_second_run_in_a_folder_is_refused(loop, reference_run, tmp_path):
-    folder = copy_stopped_run(reference_run("loop" if loop else "finetune"), tmp_path / "run", 2)
-    with lock_folder(folder, Processes()):
-        error = error_of_refused_run(folder, *loop)
-    assert f"error: another process works in {folder}: wait for it to end" in error
+def test_a_second_run_in_a_folder_is_refused(interrupted):
+    with FileLock(interrupted / ".lock"):
+        for words in ([], ["--loop"]):
+            error = error_of_refused_run(interrupted, *words)
+            assert f"another process works in {interrupted}" in error
 
 
 def test_contents_decide_the_identity_and_paths_do_not(interrupted, reference_run, tmp_path):
     model, data = tmp_path / "moved", tmp_path / "moved.jsonl"
     shutil.copytree(ASSETS / "tiny-llama", model)
-    shutil.copy(runs.documents(tmp_path), data)
+    shutil.copy(documents(tmp_path), data)
     other = tmp_path / "other.jsonl"
     other.write_text(data.read_text().replace("11", "12", 1))
     assert other.stat().st_size == data.stat().st_size
@@ -167,24 +161,25 @@ def test_batch_size_and_accumulation_may_change_together(interrupted, reference_
 
 def test_more_steps_continue_a_constant_rate(reference_run, tmp_path):
     constant = {"lr_scheduler_type": "constant"}
-    uninterrupted = reference_run("finetune", "constant", **constant)
+    uninterrupted = reference_run("finetune", "constant")
     folder = tmp_path / "run"
-    run("finetune", folder, max_steps=4, **constant)
-    assert "steps was 4, got 3 (4 are taken)" in error_of_refused_run(
-        folder, max_steps=3, **constant
+    run("finetune", folder, max_steps=2, **constant)
+    assert "steps was 2, got 1 (2 are taken)" in error_of_refused_run(
+        folder, max_steps=1, **constant
     )
     run("finetune", folder, resume="auto", **constant)
     require_same(folder, uninterrupted)
-    assert json.loads((folder / identity.FILE).read_text())["identity"]["steps"] == STEPS
+    assert json.loads((folder / "identity.json").read_text())["identity"]["steps"] == STEPS
 
 
-def test_more_steps_of_a_decaying_schedule_warn(interrupted, caplog):
-    run("finetune", interrupted, resume="auto", max_steps=STEPS + 2)
+def test_more_steps_of_a_decaying_schedule_warn(reference_run, tmp_path, caplog):
+    folder = copy_stopped_run(reference_run("finetune"), tmp_path / "run", 2)
+    run("finetune", folder, resume="auto", max_steps=STEPS + 2)
     assert (
         f"was begun for {STEPS} steps and goes on for {STEPS + 2}: its 2 steps had" in caplog.text
     )
-    rates = [json.loads(line)["learning_rate"] for line in (interrupted / "log.jsonl").open()]
-    training = parse(arguments(interrupted))[0].training
+    rates = [json.loads(line)["learning_rate"] for line in (folder / "log.jsonl").open()]
+    training = settings_of(folder).training
     # The checkpoint holds the rate of the step after it.
     for steps, part in ((STEPS, slice(0, 3)), (STEPS + 2, slice(3, STEPS + 2))):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
@@ -194,34 +189,41 @@ def test_more_steps_of_a_decaying_schedule_warn(interrupted, caplog):
         assert rates[part] == pytest.approx(expected[part])
 
 
-@pytest.mark.parametrize("damage", ["cut", "edited", "deep", "missing", "another format"])
+DAMAGES = {
+    "cut": (lambda text: text[: len(text) // 2], "identity.json: it is damaged"),
+    "edited": (lambda text: text.replace("yarn", "ntk"), "identity.json: it is damaged"),
+    "deep": (lambda text: "[" * 200_000, "identity.json: it is damaged"),
+    "missing": (lambda text: None, "without identity.json"),
+    "another format": (
+        lambda text: changed_identity(text, format="rope_patch.recipes/0"),
+        "expected format",
+    ),
+}
+
+
+def changed_identity(text, **keys):
+    body = json.loads(text) | keys
+    del body["digest"]
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return json.dumps(body | {"digest": hashlib.sha256(text.encode()).hexdigest()})
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_folder_with_a_damaged_or_missing_identity_is_refused(damage, interrupted):
-    path = interrupted / identity.FILE
-    text = path.read_text()
-    if damage == "cut":
-        path.write_text(text[: len(text) // 2])
-    elif damage == "deep":
-        path.write_text("[" * 200_000)
-    elif damage == "missing":
-        path.unlink()
-    else:
-        path.write_text(text.replace("yarn", "ntk"))
-    if damage == "another format":
-        body = json.loads(text)
-        del body["digest"]
-        body["format"] = "rope_patch.recipes/0"
-        path.write_text(json.dumps(checksums.seal(body)))
+    path = interrupted / "identity.json"
+    change, message = DAMAGES[damage]
+    text = change(path.read_text())
+    path.unlink() if text is None else path.write_text(text)
     error = error_of_refused_run(interrupted)
-    expected = {"missing": "holds a run without identity.json", "another format": "expected format"}
-    assert expected.get(damage, f"{path}: it is damaged") in error
-    assert "give another --output_dir" in error
+    assert message in error
+    assert "--output_dir" in error
 
 
 def test_a_run_without_resume_refuses_to_overwrite_a_finished_model(tmp_path, reference_run):
     folder = copy_stopped_run(reference_run("finetune"), tmp_path / "run", 0)
     shutil.copytree(reference_run("finetune") / "model", folder / "model")
     before = snapshot(folder)
-    with pytest.raises(ValueError, match="holds the finished model of an earlier run"):
+    with pytest.raises(ValueError, match="finished model"):
         run("finetune", folder)
     with pytest.raises(ValueError, match="method was yarn, got linear"):
         run("finetune", folder, resume="auto", method="linear")
@@ -247,12 +249,11 @@ def test_checkpoints_without_an_optimizer_are_refused(tmp_path):
 
 def test_another_version_warns(reference_run, tmp_path, caplog):
     folder = copy_stopped_run(reference_run("finetune"), tmp_path / "run", STEPS)
-    path = folder / identity.FILE
+    path = folder / "identity.json"
     body = json.loads(path.read_text())
-    del body["digest"]
     body["versions"]["transformers"] = "4.0.0"
     body["identity"]["group_by_length"] = False  # a key of that version
-    path.write_text(json.dumps(checksums.seal(body)))
+    path.write_text(changed_identity(json.dumps(body)))
     assert "method was yarn, got linear" in error_of_refused_run(folder, method="linear")
     run("finetune", folder, resume="auto")
     assert "began with" in caplog.text
@@ -260,20 +261,20 @@ def test_another_version_warns(reference_run, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("words", "steps", "agrees"),
+    ("schedule", "warmup", "steps", "agrees"),
     [
-        (["--lr_scheduler_type", "constant"], 90, True),
-        (["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "5"], 90, True),
-        (["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "0.2"], 90, False),
-        (["--lr_scheduler_type", "linear"], 90, False),
-        (["--lr_scheduler_type", "cosine"], 90, False),
-        (["--lr_scheduler_type", "constant"], 29, False),
+        ("constant", 0, 90, True),
+        ("constant_with_warmup", 5, 90, True),
+        ("constant_with_warmup", 0.2, 90, False),
+        ("linear", 0, 90, False),
+        ("cosine", 0, 90, False),
+        ("constant", 0, 29, False),
     ],
 )
-def test_schedules_agree_if_all_rates_do(words, steps, agrees):
-    options = ["--model", "x", "--method", "yarn", "--data", "x", "--max_steps", "60"]
-    training = parse([*options, "--use_cpu", "true", *words])[0].training
-    assert schedule.same_rates(training, 60, steps, 30) is agrees
+def test_schedules_agree_if_all_rates_do(schedule, warmup, steps, agrees, tmp_path):
+    keys = {"lr_scheduler_type": schedule, "warmup_steps": warmup, "max_steps": 60}
+    training = settings_of(tmp_path / "run", **keys).training
+    assert same_rates(training, 60, steps, 30) is agrees
 
 
 def test_keys_that_may_change_are_known_and_marked_in_the_list():

@@ -4,15 +4,9 @@ import json
 import math
 
 import pytest
-from training_runs import BOTH, run
+from training_runs import BOTH, LENGTH
 
-from rope_patch.training.monitor import (
-    LOG,
-    DivergenceGuard,
-    TrainingProgress,
-    TrainingStopped,
-    read_log,
-)
+from rope_patch.training import DivergenceGuard, TrainingProgress, TrainingStopped, read_log
 
 ROWS = [{"index": 8, "documents": ["a.txt", "b.txt"]}, {"index": 9, "documents": ["c.txt"]}]
 
@@ -30,17 +24,15 @@ def _make_progress(folder, done=0, **changes):
 
 def _write_log(folder, *steps, rest=""):
     lines = [json.dumps({"step": step, "loss": float(step)}) + "\n" for step in steps]
-    (folder / LOG).write_text("".join(lines) + rest)
+    (folder / "log.jsonl").write_text("".join(lines) + rest)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_guard_stops_at_a_nan_or_infinite_loss(guard, loss):
-    with pytest.raises(TrainingStopped) as error:
+    with pytest.raises(TrainingStopped, match=f"step 3 .* the loss is {loss}") as error:
         guard.check(3, loss, 1.0, ROWS)
-    message = str(error.value)
-    assert f"step 3 was not taken: the loss is {loss}" in message
-    assert "row 8 of a.txt, b.txt; row 9 of c.txt" in message
-    assert "There is no checkpoint yet" in message
+    assert "row 8 of a.txt, b.txt; row 9 of c.txt" in str(error.value)
+    assert "no checkpoint yet" in str(error.value)
     assert not guard.recent_losses
 
 
@@ -133,10 +125,10 @@ def test_pauses_do_not_count_towards_the_speed(tmp_path, monkeypatch):
 
 def test_a_log_that_cannot_be_written_is_an_error_with_advice(tmp_path):
     progress = _make_progress(tmp_path)
-    (tmp_path / LOG).unlink()
+    (tmp_path / "log.jsonl").unlink()
     try:
-        (tmp_path / LOG).symlink_to("/dev/full")
-        (tmp_path / LOG).open("a").close()
+        (tmp_path / "log.jsonl").symlink_to("/dev/full")
+        (tmp_path / "log.jsonl").open("a").close()
     except OSError:
         pytest.skip("no /dev/full here")
     with pytest.raises(OSError, match=r"log.jsonl could not be .* MB are free .*No space"):
@@ -145,16 +137,15 @@ def test_a_log_that_cannot_be_written_is_an_error_with_advice(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", BOTH)
-def test_a_run_logs_tokens_memory_and_losses(recipe, tmp_path):
-    run(recipe, tmp_path / "run", max_steps=2, save_strategy="no", retrieval_steps=0)
-    log = read_log(tmp_path / "run")
-    assert [line["tokens"] for line in log] == [1024, 2048]
+def test_a_run_logs_tokens_memory_and_losses(recipe, reference_run):
+    log = read_log(reference_run(recipe))
+    assert [line["tokens"] for line in log] == [4 * LENGTH, 8 * LENGTH, 12 * LENGTH]
     for line in log:
         assert line["tokens_per_second"] > 0
         assert line["memory_gb"] > 0.05
         assert math.isfinite(line["loss"])
         assert line["grad_norm"] > 0
-    assert [line["learning_rate"] for line in log] == [1e-3, 5e-4]
+    assert [line["learning_rate"] for line in log] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
 
 
 def test_rows_without_a_label_are_named_as_the_reason(guard):

@@ -1,17 +1,15 @@
 """Test a recipe's settings from a file and the command line, and the refusal of bad ones."""
 
-import json
-import re
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers.commands import run_in_this_process
 
-from rope_patch.training import recipe_files, settings
-from rope_patch.training.settings import known_keys, parse
-from rope_patch.utils.strict_yaml import read_yaml
+from rope_patch.training import find_recipe, known_keys, read_recipe
+from rope_patch.training.settings import parse
 
+ROOT = Path(__file__).parents[2]
 MINIMAL = {"model": "demo", "method": "yarn", "factor": 2, "data": ["novels:emma"], "max_steps": 3}
 
 
@@ -31,26 +29,20 @@ def read(path, *words):
     return parse(["--config", path, *words])[0]
 
 
-def test_a_file_is_read(recipe):
-    settings = read(recipe(learning_rate=1.0e-5, packing="masked", bf16=True))
+def test_a_file_is_read_with_defaults_for_long_contexts(recipe):
+    keys = {"learning_rate": 1.0e-5, "packing": "masked", "bf16": True}
+    settings = read(recipe(**keys))
     assert settings.extension.model == "demo"
     assert settings.extension.factor == 2.0
     assert settings.data.data == ["novels:emma"]
     assert settings.data.packing == "masked"
-    assert settings.training.max_steps == 3
-    assert settings.training.learning_rate == 1e-5
-    assert settings.training.bf16 is True
-    assert settings.explicit == {
-        **MINIMAL, "learning_rate": 1.0e-5, "packing": "masked", "bf16": True
-    }  # fmt: skip
-
-
-def test_defaults_are_for_long_contexts(recipe):
-    training = read(recipe()).training
-    assert training.per_device_train_batch_size == 1
-    assert training.gradient_checkpointing is True
+    assert settings.explicit == MINIMAL | keys
+    training = settings.training
+    assert (training.max_steps, training.learning_rate, training.bf16) == (3, 1e-5, True)
+    assert (training.per_device_train_batch_size, training.gradient_checkpointing) == (1, True)
     assert (training.adam_beta1, training.adam_beta2, training.weight_decay) == (0.9, 0.95, 0.0)
     assert training.report_to == []
+    assert settings.resolved()["use_cpu"] is False  # although there may be no GPU
 
 
 def test_a_recipe_needs_no_file():
@@ -61,38 +53,64 @@ def test_a_recipe_needs_no_file():
     assert settings.data.data == ["novels:emma"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--learning_rate", "1e-4"],
-        ["--learning_rate=1e-4"],
-        ["--learning-rate", "0.0001"],
-        ["--learning-rate=1.0e-4"],
+OPTIONS = {"beta_fast": 16.0, "truncate": False}
+SCHEDULE = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+# Keys and text of a file, words of the command line, a key, its value.
+READ = [
+    *[
+        ({"learning_rate": 1.0e-5}, "", words, "learning_rate", 1e-4)
+        for words in (
+            ["--learning_rate", "1e-4"],
+            ["--learning_rate=1e-4"],
+            ["--learning-rate", "0.0001"],
+            ["--learning-rate=1.0e-4"],
+        )
     ],
-)
-def test_the_command_line_overrides_the_file(recipe, words):
-    settings = read(recipe(learning_rate=1.0e-5), *words)
-    assert settings.training.learning_rate == 1e-4
-    assert settings.explicit["learning_rate"] == 1e-4
+    ({}, "", ["--output-dir", "out/my-model"], "output_dir", "out/my-model"),  # dashes stay
+    ({}, "", ["--model=some-one/a-model"], "model", "some-one/a-model"),
+    ({}, "", ["--data", "a.txt", "b.txt"], "data", ["a.txt", "b.txt"]),
+    ({}, "", ["--data_weights", "0.5", "2"], "data_weights", [0.5, 2.0]),
+    ({}, "", ["--gradient_checkpointing", "false"], "gradient_checkpointing", False),
+    ({"offload_activations": False}, "", ["--offload_activations"], "offload_activations", True),
+    # YAML reads these numbers as text.
+    ({}, "learning_rate: 2e-5\n", [], "learning_rate", 2e-5),
+    ({}, "adam_epsilon: 1e-6\n", [], "adam_epsilon", 1e-6),
+    ({}, "data_weights: [1e-1]\n", [], "data_weights", [0.1]),
+    # A list of one needs no brackets.
+    *[
+        ({key: "norms"}, "", [], key, ["norms"])
+        for key in ("data", "short_data", "lora_targets", "lora_trains")
+    ],
+    ({"lora_trains": []}, "", [], "lora_trains", []),
+    ({}, "save_total_limit:\n", [], "save_total_limit", None),  # no value: no limit
+    ({}, "options: {beta_fast: 16.0, truncate: false}", [], "options", OPTIONS),
+    ({}, "options: '{beta_fast: 16.0, truncate: false}'", [], "options", OPTIONS),
+    ({}, "", ["--options", "{beta_fast: 16.0, truncate: false}"], "options", OPTIONS),
+    (
+        {"options": {"beta_slow": 2.0}},
+        "",
+        ['--options={"beta_fast": 16.0, "truncate": false}'],
+        "options",
+        OPTIONS,
+    ),
+    (SCHEDULE, "", [], "lr_scheduler_kwargs", {"min_lr_rate": 0.1}),
+    (
+        SCHEDULE,
+        "",
+        ["--lr_scheduler_kwargs", '{"min_lr_rate": 0.2}'],
+        "lr_scheduler_kwargs",
+        {"min_lr_rate": 0.2},
+    ),
+]
 
 
-def test_dashes_in_values_stay(recipe):
-    settings = read(recipe(), "--output-dir", "out/my-model", "--model=some-one/a-model")
-    assert settings.training.output_dir == "out/my-model"
-    assert settings.extension.model == "some-one/a-model"
-
-
-def test_lists_on_the_command_line(recipe):
-    settings = read(recipe(), "--data", "a.txt", "b.txt", "--data_weights", "0.5", "2")
-    assert settings.data.data == ["a.txt", "b.txt"]
-    assert settings.data.data_weights == [0.5, 2.0]
-
-
-def test_boolean_options_may_have_a_value(recipe):
-    path = recipe(gradient_checkpointing=True, offload_activations=False)
-    settings = read(path, "--gradient_checkpointing", "false", "--offload_activations")
-    assert settings.training.gradient_checkpointing is False
-    assert settings.extension.offload_activations is True
+@pytest.mark.parametrize(("keys", "text", "words", "key", "value"), READ, ids=str)
+def test_values_are_read_and_the_command_line_comes_first(recipe, keys, text, words, key, value):
+    settings = read(recipe(text, **keys), *words)
+    values = settings.values() | {"options": settings.method_options}
+    assert values[key] == value
+    if words and key != "options":
+        assert settings.explicit[key] == value
 
 
 @pytest.mark.parametrize(
@@ -105,56 +123,13 @@ def test_command_flags_are_returned(recipe, words):
     )
 
 
-def test_numbers_that_yaml_reads_as_text_become_numbers(recipe):
-    settings = read(recipe("learning_rate: 2e-5\ndata_weights: [1e-1]\nadam_epsilon: 1e-6\n"))
-    assert settings.training.learning_rate == 2e-5
-    assert settings.training.adam_epsilon == 1e-6
-    assert settings.data.data_weights == [0.1]
-
-
-@pytest.mark.parametrize("key", ["data", "short_data", "lora_targets", "lora_trains"])
-def test_a_list_of_one_needs_no_brackets(recipe, key):
-    settings = read(recipe(**{key: "norms"}))
-    group = settings.data if "data" in key else settings.extension
-    assert getattr(group, key) == ["norms"]
-
-
-def test_an_empty_list_stays_empty(recipe):
-    assert read(recipe(lora_trains=[])).extension.lora_trains == []
-
-
-def test_a_key_without_a_value_removes_a_limit(recipe):
-    assert read(recipe("save_total_limit:\n")).training.save_total_limit is None
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("options: {beta_fast: 16.0, truncate: false}", []),
-        ("options: '{beta_fast: 16.0, truncate: false}'", []),
-        ("", ["--options", "{beta_fast: 16.0, truncate: false}"]),
-        ("options: {beta_slow: 2.0}", ['--options={"beta_fast": 16.0, "truncate": false}']),
-    ],
-)
-def test_options_are_a_mapping_or_its_text(recipe, line, words):
-    settings = read(recipe(line), *words)
-    assert settings.method_options == {"beta_fast": 16.0, "truncate": False}
-
-
-def test_keyword_arguments_are_a_mapping_or_json(recipe):
-    keys = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
-    assert read(recipe(**keys)).training.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
-    words = ["--lr_scheduler_kwargs", json.dumps({"min_lr_rate": 0.2})]
-    assert read(recipe(**keys), *words).training.lr_scheduler_kwargs == {"min_lr_rate": 0.2}
-
-
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
         ({}, []),
         ({"options": {"beta_fast": 16.0}, "lora_rank": 8, "lora_trains": []}, []),
         ({"tokens": 1e6, "max_steps": -1, "bf16": True}, ["--options", "{beta_slow: 2.0}"]),
-        ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}}, []),
+        (SCHEDULE, []),
         ({"short_share": 0.25, "short_data": ["a.txt"], "data_weights": [1]}, ["--seed", "3"]),
     ],
 )
@@ -166,80 +141,68 @@ def test_resolved_settings_are_a_recipe_with_the_same_settings(recipe, tmp_path,
     assert read(str(resolved_file)).method_options == settings.method_options
 
 
-def test_a_recipe_for_gpus_is_read_without_any(recipe):
-    settings = read(recipe(bf16=True))
-    assert settings.training.bf16 is True
-    assert settings.resolved()["use_cpu"] is False
-
-
 # Refusals.
 
 
-@pytest.mark.parametrize(
-    ("keys", "words", "message"),
-    [
-        ({"learning_rte": 1.0}, [], "unknown key 'learning_rte' in .*mine.yaml .did you mean "
-         "'learning_rate'.*--keys"),
-        ({}, ["--lora_rnk", "8"], "unknown key 'lora_rnk' on the command line .did you mean "
-         "'lora_rank'"),
-        ({}, ["--lora-rnk=8"], "unknown key 'lora_rnk' on the command line"),
-        ({"qwertyuiop": 1}, [], "unknown key 'qwertyuiop' in [^(]*;"),
-        ({}, ["8"], "expected --key value, got '8'"),
-        ({"max_steps": "abc"}, [], "max_steps: invalid int value: 'abc'"),
-        ({"max_steps": 2.5}, [], "max_steps: invalid int value: '2.5'"),
-        ({"max_steps": [3]}, [], r"max_steps takes one int, got \[3\]"),
-        ({"factor": {"a": 1}}, [], "factor takes one float, got {'a': 1}"),
-        ({"learning_rate": None}, [], "learning_rate takes one float, got None"),
-        ({"data_weights": ["much"]}, [], r"data_weights takes a list of floats, got \['much'\]"),
-        ({}, ["--max_steps", "abc"], "max_steps: invalid int value: 'abc'"),
-        ({}, ["--max_steps"], "max_steps: expected one argument"),
-        ({"bf16": "perhaps"}, [], "bf16"),
-        ({"lr_scheduler_type": "cosin"}, [], "cosin"),
-        ({"options": "beta_fast"}, [], "options must be keys and values.*got 'beta_fast'"),
-        ({"options": [1]}, [], "options takes one text"),
-        ({}, ["--options", "[1, 2]"], "options must be keys and values"),
-        ({}, ["--options", "{a: "], "options is not YAML: while parsing a flow node expected"),
-        ({"loss": "chunked"}, [], "loss must be one of auto, full, torch, liger, got 'chunked'"),
-        ({"dtype": "float16"}, [], "dtype must be float32 or bfloat16, got 'float16'"),
-        ({"lora_trains": ["heads"]}, [], "lora_trains takes embeddings and norms, got heads"),
-        ({"tokens": 1e6}, [], "exactly one of max_steps and tokens, got both"),
-        ({"max_steps": -1}, [], "exactly one of max_steps and tokens, got neither"),
-        ({"max_steps": -1, "tokens": 0.0}, [], "tokens must be above 0"),
-        ({"max_steps": -1, "tokens": float("inf")}, [], "tokens must be above 0"),
-        ({"model": ""}, [], "needs the key 'model'"),
-        ({"method": ""}, [], "needs the key 'method': How to extend it"),
-        ({"report_to": "a_tracker"}, [], "report_to: a_tracker is not installed"),
-        ({"report_to": ["a_tracker"]}, [], "report_to: a_tracker is not installed"),
-    ],
-)  # fmt: skip
+REFUSED = [
+    ({"learning_rte": 1.0}, [], "'learning_rte' in .*mine.yaml .*'learning_rate'.*--keys"),
+    ({}, ["--lora_rnk", "8"], "'lora_rnk' on the command line .*'lora_rank'"),
+    ({}, ["--lora-rnk=8"], "'lora_rnk' on the command line"),
+    ({"qwertyuiop": 1}, [], "unknown key 'qwertyuiop' in [^(]*;"),
+    ({}, ["8"], "--key value, got '8'"),
+    ({"max_steps": "abc"}, [], "max_steps: .*int .*'abc'"),
+    ({"max_steps": 2.5}, [], "max_steps: .*int .*'2.5'"),
+    ({"max_steps": [3]}, [], r"max_steps .*int, got \[3\]"),
+    ({"factor": {"a": 1}}, [], "factor .*float, got {'a': 1}"),
+    ({"learning_rate": None}, [], "learning_rate .*float, got None"),
+    ({"data_weights": ["much"]}, [], r"data_weights .*floats, got \['much'\]"),
+    ({}, ["--max_steps", "abc"], "max_steps: .*int .*'abc'"),
+    ({}, ["--max_steps"], "max_steps: .*argument"),
+    ({"bf16": "perhaps"}, [], "bf16"),
+    ({"lr_scheduler_type": "cosin"}, [], "cosin"),
+    ({"options": "beta_fast"}, [], "options .*'beta_fast'"),
+    ({"options": [1]}, [], "options"),
+    ({"options": 0}, [], "options must be keys and values"),
+    ({"options": False}, [], "options must be keys and values"),
+    ({}, ["--options", "[1, 2]"], "options"),
+    ({}, ["--options", "{a: "], "options is not YAML"),
+    ({"loss": "chunked"}, [], "auto, full, torch, liger, got 'chunked'"),
+    ({"dtype": "float16"}, [], "float32 or bfloat16, got 'float16'"),
+    ({"lora_trains": ["heads"]}, [], "embeddings and norms, got heads"),
+    ({"tokens": 1e6}, [], "max_steps and tokens, got both"),
+    ({"max_steps": -1}, [], "max_steps and tokens, got neither"),
+    ({"max_steps": -1, "tokens": 0.0}, [], "tokens must be above 0"),
+    ({"max_steps": -1, "tokens": float("inf")}, [], "tokens must be above 0"),
+    ({"model": ""}, [], "'model'"),
+    ({"method": ""}, [], "'method'"),
+    ({"report_to": "a_tracker"}, [], "report_to: a_tracker"),
+    ({"report_to": ["a_tracker"]}, [], "report_to: a_tracker"),
+]
+# Keys of the Trainer that do not apply, with the alternative that is named.
+UNSUPPORTED = {
+    "num_train_epochs": (3, "max_steps or tokens"),
+    "load_best_model_at_end": (True, "retrieval_steps"),
+    "resume_from_checkpoint": ("x", "resume: auto"),
+    "auto_find_batch_size": (True, "--plan"),
+    "eval_steps": (10, "retrieval_steps: N"),
+    "push_to_hub": (True, "hf upload"),
+    "remove_unused_columns": (False, "rows have no columns"),
+    "logging_nan_inf_filter": (True, "stops the training"),
+}
+for key, (value, reason) in UNSUPPORTED.items():
+    REFUSED.append(({key: value}, [], f"{key} .*{reason}"))
+    REFUSED.append(({}, [f"--{key}", str(value)], f"{key} .*{reason}"))
+
+
+@pytest.mark.parametrize(("keys", "words", "message"), REFUSED)
 def test_bad_values_are_refused_with_a_reason(recipe, keys, words, message):
     with pytest.raises(ValueError, match=message):
         read(recipe(**keys), *words)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("num_train_epochs", 3, "max_steps or tokens"),
-        ("load_best_model_at_end", True, "retrieval_steps"),
-        ("resume_from_checkpoint", "x", "resume: auto"),
-        ("auto_find_batch_size", True, "--plan"),
-        ("eval_steps", 10, "retrieval_steps: N"),
-        ("push_to_hub", True, "hf upload"),
-        ("remove_unused_columns", False, "rows have no columns"),
-        ("logging_nan_inf_filter", True, "stops the training"),
-    ],
-)
-def test_trainer_keys_that_do_not_apply_are_refused_with_an_alternative(recipe, key, value, reason):
-    with pytest.raises(ValueError, match=f"{key} is not for this: .*{reason}"):
-        read(recipe(**{key: value}))
-    with pytest.raises(ValueError, match=f"{key} is not for this: .*{reason}"):
-        read(recipe(), f"--{key}", str(value))
-
-
 def test_a_missing_file_is_refused_with_the_files_beside_it(recipe, tmp_path):
     recipe()
-    with pytest.raises(ValueError, match=r"no recipe .*yarn_64k.yaml; .* has mine.yaml"):
+    with pytest.raises(ValueError, match=r"yarn_64k.yaml; .* has mine.yaml"):
         read(str(tmp_path / "yarn_64k.yaml"))
     with pytest.raises(ValueError, match=r"no recipe .*nowhere/yarn.yaml$"):
         read(str(tmp_path / "nowhere" / "yarn.yaml"))
@@ -250,18 +213,31 @@ def test_a_missing_file_is_refused_with_the_files_beside_it(recipe, tmp_path):
     [
         (b"model: [demo", "is not YAML"),
         (b"model: \xff\xfe", "is not YAML"),
-        (b"- model\n- demo\n", "expected keys and values, got list"),
-        (b"just words", "expected keys and values, got str"),
-        (b"", "expected keys and values, got NoneType"),
+        (b"- model\n- demo\n", "keys and values, got list"),
+        (b"just words", "keys and values, got str"),
+        (b"", "keys and values, got NoneType"),
         (b"3: 1", "unknown key '3'"),
         (b"training:\n  learning_rate: 1.0e-5\n", "unknown key 'training'"),
+        # Readers take these differently.
+        (b"factor: 4\nfactor: 8\n", "'factor' stands twice"),
+        (b"options: {beta_fast: 4, beta_fast: 8}\n", "'beta_fast' stands twice"),
+        (b"train_length: 0400\n", "0400 is not one number to all readers"),
+        (b"train_length: 4:16\n", "4:16 is not one number to all readers"),
+        (b"train_length: -0_17\n", "-0_17 is not one number"),
+        (b"data: " + b"[" * 5000, "nested too deep"),
+        (b"model: 2024-99-99\n", "is not YAML"),
     ],
+    ids=lambda value: str(value)[:24],
 )
-def test_a_file_that_is_no_recipe_is_refused(tmp_path, content, message):
+def test_yaml_that_is_no_recipe_or_that_readers_take_differently_is_refused(
+    tmp_path, content, message
+):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         read(str(path))
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_every_key_has_a_description():
@@ -306,40 +282,37 @@ def test_a_bad_command_is_one_error_line(words, message):
     assert message in line
 
 
+def package_files(folder):
+    return {path.stem: path for path in (ROOT / "recipes" / folder).glob("*.yaml")}
+
+
 def test_recipes_of_the_package_are_loaded_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pi_8k").mkdir()  # a folder is no recipe
-    for name, path in recipe_files.recipes().items():
+    for name, path in package_files("configs").items():
         for spelling in (name, f"{name}.yaml", f"recipes/configs/{name}.yaml"):
-            assert recipe_files.find_recipe(Path(spelling)) == path
+            assert find_recipe(Path(spelling)).read_text() == path.read_text()
         assert run_in_this_process("recipes", name).stdout == path.read_text()
-    assert settings.read_recipe(Path("yarn_64k")) == yaml.safe_load(
-        run_in_this_process("recipes", "yarn_64k").stdout
-    )
+    assert read_recipe(Path("yarn_64k")) == yaml.safe_load(find_recipe(Path("yarn_64k")).open())
     (tmp_path / "yarn_64k.yaml").write_text("method: linear\n")
-    assert settings.read_recipe(Path("yarn_64k.yaml")) == {
-        "method": "linear"
-    }  # the user's file comes first
+    # the user's file comes first
+    assert read_recipe(Path("yarn_64k.yaml")) == {"method": "linear"}
 
 
 @pytest.mark.parametrize("spelling", ["yarn_65k", "yarn_65k.yaml", "recipes/configs/yarn_65k.yaml"])
 def test_an_unknown_recipe_name_is_refused_with_the_closest_one(spelling, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    message = f"no recipe {spelling} (did you mean 'yarn_64k'?): no such file, and the package has"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        settings.read_recipe(Path(spelling))
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "pi.yaml").touch()
-    with pytest.raises(ValueError, match=r"no recipe mine/yarn_64k.yaml; mine has pi.yaml"):
-        settings.read_recipe(Path("mine/yarn_64k.yaml"))
+    with pytest.raises(ValueError, match=rf"{spelling} \(did you mean 'yarn_64k'"):
+        read_recipe(Path(spelling))
 
 
 def test_recipes_and_launch_files_are_listed_with_their_descriptions():
     output = run_in_this_process("recipes").stdout
-    for name, path in (recipe_files.recipes() | recipe_files.launches()).items():
+    recipes, launches = package_files("configs"), package_files("accelerate")
+    for name, path in (recipes | launches).items():
         line = next(line for line in output.splitlines() if line.split()[0] == name)
         assert line.split(None, 1)[1] in " ".join(path.read_text().replace("\n# ", " ").split())
-    assert not recipe_files.recipes().keys() & recipe_files.launches().keys()  # one name, one file
+    assert not recipes.keys() & launches.keys()  # one name, one file
     assert "did you mean 'fsdp2'?" in run_in_this_process("recipes", "fsdp3").stderr
 
 
@@ -352,38 +325,10 @@ def test_a_seed_of_0_is_a_seed(recipe, keys, seed):
     "key", ["factor", "length", "trained_length", "train_length", "retrieval_length"]
 )
 def test_a_length_of_0_is_not_taken_for_no_length(recipe, key):
-    with pytest.raises(ValueError, match=f"{key} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{key} .* 1, got 0"):
         read(recipe(**{key: 0}))
 
 
-@pytest.mark.parametrize("options", [0, False])
-def test_options_that_are_false_are_refused(recipe, options):
-    with pytest.raises(ValueError, match="options must be keys and values"):
-        read(recipe(options=options))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("factor: 4\nfactor: 8\n", "the key 'factor' stands twice"),
-        ("options: {beta_fast: 4, beta_fast: 8}\n", "the key 'beta_fast' stands twice"),
-        ("train_length: 0400\n", "0400 is not one number to all readers"),
-        ("train_length: 4:16\n", "4:16 is not one number to all readers"),
-        ("train_length: -0_17\n", "-0_17 is not one number"),
-        ("data: " + "[" * 5000, "nested too deep"),
-        ("model: 2024-99-99\n", "is not YAML"),
-    ],
-    ids=lambda value: value[:24],
-)
-def test_yaml_that_readers_take_differently_is_refused(tmp_path, text, message):
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(str(path))) as error:
-        parse(["--config", str(path)])
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_other_yaml_is_read_as_before(tmp_path):
-    text = "a: &x {b: 0, c: 10_0, d: 0x10}\ne: {<<: *x, b: 0.5}\nf: '0400'\ng: 1:2:x\nh: 00:aa\n"
-    assert read_yaml(text) == yaml.safe_load(text)
+def test_other_yaml_is_read_as_before(recipe):
+    options = "{a: &x {b: 0, c: 10_0, d: 0x10}, e: {<<: *x, b: 0.5}, f: '0400', g: 1:2:x, h: 00:aa}"
+    assert read(recipe(f"options: {options}\n")).method_options == yaml.safe_load(options)

@@ -28,8 +28,8 @@ from rope_patch.training.settings import parse
 TRAINED = 256  # tokens; of tiny-llama
 # YaRN in both stages, as DeepSeek-V3, but at another factor, rate, row length and batch.
 STAGES = [
-    {"factor": 2, "max_steps": 2, "train_length": 64},
-    {"factor": 4, "max_steps": 3, "learning_rate": 5e-4, "train_length": 96, "save_steps": 1},
+    {"factor": 2, "max_steps": 1, "train_length": 64},
+    {"factor": 4, "max_steps": 2, "learning_rate": 5e-4, "train_length": 96},
 ]
 QUICK = {"train_length": 64, "per_device_train_batch_size": 1}
 TINY_LORA_SCALE = 16 / 4  # lora_alpha / lora_rank
@@ -65,15 +65,14 @@ def require_same(folder, reference):
 
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory):
-    """Run two stages without interruption, once a recipe and kind; return their folder."""
+    """Run two stages without interruption, once a recipe; return their folder."""
     folders = {}
 
-    def run_once(recipe, **changes):
-        key = (recipe, *changes)
-        if key not in folders:
-            folders[key] = tmp_path_factory.mktemp(f"{recipe}-stages") / "run"
-            run_stages(recipe, folders[key], **changes)
-        return folders[key]
+    def run_once(recipe):
+        if recipe not in folders:
+            folders[recipe] = tmp_path_factory.mktemp(f"{recipe}-stages") / "run"
+            run_stages(recipe, folders[recipe])
+        return folders[recipe]
 
     return run_once
 
@@ -96,10 +95,9 @@ def stopped_copy(reference, folder, stage, after):
 @both
 def test_two_stages_equal_two_runs_by_hand(recipe, staged, tmp_path):
     folder = staged(recipe)
-    data = {"data": documents(folder.parent), **SHORT}
-    first = run(recipe, tmp_path / "first", **data, **STAGES[0])
+    first = run(recipe, tmp_path / "first", **SHORT, **STAGES[0])
     # Stages count from the original model; a finished one starts from its trained length.
-    run(recipe, tmp_path / "second", model=first, trained_length=TRAINED, **data, **STAGES[1])
+    run(recipe, tmp_path / "second", model=first, trained_length=TRAINED, **SHORT, **STAGES[1])
     for stage, by_hand in (("stage-1", "first"), ("stage-2", "second")):
         assert curve(folder / stage) == curve(tmp_path / by_hand)
         assert equal_tensors(folder / stage / "model", tmp_path / by_hand / "model")
@@ -146,7 +144,7 @@ def test_a_run_stopped_in_a_stage_resumes_there(recipe, stage, after, staged, tm
     folder = stopped_copy(staged(recipe), tmp_path / "run", stage, after)
     first = folder / "stage-1" / "model" / "model.safetensors"
     written = first.stat().st_mtime_ns if stage == 2 else None
-    run_stages(recipe, folder, resume="auto", data=str(documents(staged(recipe).parent)))
+    run_stages(recipe, folder, resume="auto")
     require_same(folder, staged(recipe))
     if stage == 2:
         assert first.stat().st_mtime_ns == written
@@ -155,7 +153,7 @@ def test_a_run_stopped_in_a_stage_resumes_there(recipe, stage, after, staged, tm
 @both
 def test_a_killed_run_resumes_in_its_stage(recipe, staged, tmp_path):
     folder = tmp_path / "run"
-    config = recipe_file(tmp_path, data=str(documents(staged(recipe).parent)))
+    config = recipe_file(tmp_path)
     child = Child(recipe, folder, config=config)
     child.kill_when((folder / "stage-2" / "checkpoint-1").exists)
     assert not (folder / "stage-2" / "model").exists()
@@ -189,21 +187,22 @@ def test_lora_goes_on_with_its_adapter(recipe, tmp_path):
 
 
 @both
-@pytest.mark.parametrize("carry", [True, False])
-def test_a_carried_optimizer_continues_one_run(recipe, carry, tmp_path):
+def test_a_carried_optimizer_continues_one_run(recipe, tmp_path):
     # All rows are the same, so two stages with one optimizer take the steps of a single run.
     row = [token % 400 + 10 for token in range(64)]
     data = tmp_path / "same.jsonl"
     data.write_text(json.dumps({"input_ids": row}) + "\n")
     keys = QUICK | {"data": str(data), "lr_scheduler_type": "constant", "factor": 2}
-    stages = [{"max_steps": 2}, {"max_steps": 2, "carry_optimizer": carry}]
-    run_stages(recipe, tmp_path / "run", stages, **keys)
-    run(recipe, tmp_path / "single", max_steps=4, **SHORT, **keys)
-    losses = [loss for n in (1, 2) for _, loss, _ in curve(tmp_path / "run" / f"stage-{n}")]
+    run(recipe, tmp_path / "single", max_steps=3, **SHORT, **keys)
     single = [loss for _, loss, _ in curve(tmp_path / "single")]
-    assert losses[:3] == single[:3]
-    assert (losses == single) is carry
-    assert equal_tensors(tmp_path / "run" / "model", tmp_path / "single" / "model") is carry
+    for carry in (True, False):
+        folder = tmp_path / f"carry {carry}"
+        stages = [{"max_steps": 1}, {"max_steps": 2, "carry_optimizer": carry}]
+        run_stages(recipe, folder, stages, **keys)
+        losses = [loss for n in (1, 2) for _, loss, _ in curve(folder / f"stage-{n}")]
+        assert losses[:2] == single[:2]
+        assert (losses == single) is carry
+        assert equal_tensors(folder / "model", tmp_path / "single" / "model") is carry
 
 
 def test_the_carried_state_has_the_rate_and_decay_of_its_own_stage(tmp_path):
@@ -217,22 +216,21 @@ def test_the_carried_state_has_the_rate_and_decay_of_its_own_stage(tmp_path):
 
 def test_carrying_needs_the_checkpoint_of_the_stage_before(tmp_path):
     stages = [{"save_strategy": "no"}, {"carry_optimizer": True}]
-    with pytest.raises(ValueError, match=r"stage 2 of 2: carry_optimizer: .*checkpoint-1 .*has no"):
-        run_stages("loop", tmp_path / "run", stages, max_steps=1, **QUICK)
+    with pytest.raises(ValueError, match=r"stage 2 of 2: carry_optimizer: .*checkpoint-1"):
+        run_stages("finetune", tmp_path / "run", stages, max_steps=1, **QUICK)
 
 
 # Identity.
 
 
 def test_a_stage_that_has_not_begun_may_change_and_a_begun_one_may_not(staged, tmp_path):
-    folder = stopped_copy(staged("loop"), tmp_path / "run", 2, 1)
-    data = {"data": str(documents(staged("loop").parent))}
+    folder = stopped_copy(staged("finetune"), tmp_path / "run", 2, 1)
     first, second = STAGES
     refused = {
         r"stage 1 of 2: cannot resume .*stage-1.*learning_rate was 0.001, got 0.1": [
             first | {"learning_rate": 0.1}, second,
         ],
-        r"stage 1 of 2: its steps were 2, got 5, and the next stage has begun": [
+        r"stage 1 of 2: its steps were 1, got 5, and the next stage has begun": [
             first | {"max_steps": 5}, second,
         ],
         r"stage 2 of 2: cannot resume .*stage-2.*factor was 4.0, got 8.0": [
@@ -242,33 +240,32 @@ def test_a_stage_that_has_not_begun_may_change_and_a_begun_one_may_not(staged, t
     }  # fmt: skip
     for message, stages in refused.items():
         with pytest.raises(ValueError, match=message):
-            run_stages("loop", folder, stages, resume="auto", **data)
-    with pytest.raises(ValueError, match=r"stage 1 of 2: .*loop was true, got false"):
-        run_stages("finetune", folder, resume="auto", **data)
+            run_stages("finetune", folder, stages, resume="auto")
+    with pytest.raises(ValueError, match=r"stage 1 of 2: .*loop was false, got true"):
+        run_stages("loop", folder, resume="auto")
     with pytest.raises(ValueError, match="holds stage 2 of an earlier run: expected --resume auto"):
-        run_stages("loop", folder, **data)
+        run_stages("finetune", folder)
     with pytest.raises(ValueError, match="holds stage-1 of a recipe with stages"):
-        run("loop", folder, resume="auto", **SHORT, **data)
+        run("finetune", folder, resume="auto", **SHORT)
     with pytest.raises(ValueError, match=r"cannot resume .*: stage 2 has begun"):
-        run_stages("loop", folder, resume=folder / "stage-1" / "checkpoint-2", **data)
+        run_stages("finetune", folder, resume=folder / "stage-1" / "checkpoint-1")
     with pytest.raises(ValueError, match=r"no checkpoint .*nowhere of a stage"):
-        run_stages("loop", folder, resume=tmp_path / "nowhere", **data)
+        run_stages("finetune", folder, resume=tmp_path / "nowhere")
 
     shutil.rmtree(folder / "stage-2")
     changed = {"factor": 3, "train_length": 64, "max_steps": 1}
-    model = run_stages("loop", folder, [first, changed], resume="auto", **data)
+    model = run_stages("finetune", folder, [first, changed], resume="auto")
     assert json.loads((model / "rope_patch.json").read_text())["factor"] == 3
 
 
 def test_a_stage_is_added_after_the_end(staged, tmp_path):
     folder = tmp_path / "run"
-    shutil.copytree(staged("loop"), folder)
+    shutil.copytree(staged("finetune"), folder)
     stages = [*STAGES, {"factor": 8, "max_steps": 1, "train_length": 64}]
-    data = {"data": str(documents(staged("loop").parent))}
-    model = run_stages("loop", folder, stages, resume="auto", **data)
+    model = run_stages("finetune", folder, stages, resume="auto")
     assert len(curve(folder / "stage-3")) == 1
     assert equal_tensors(model, folder / "stage-3" / "model")
-    assert equal_tensors(folder / "stage-2" / "model", staged("loop") / "model")
+    assert equal_tensors(folder / "stage-2" / "model", staged("finetune") / "model")
     card = (model / "README.md").read_text()
     methods = re.findall(r"## Stage (\d)\n\n.*\n.*\n\| method \| (.*) \|", card)
     assert methods == [("1", "yarn ×2"), ("2", "yarn ×4"), ("3", "yarn ×8")]
@@ -276,29 +273,27 @@ def test_a_stage_is_added_after_the_end(staged, tmp_path):
 
 def test_a_finished_run_trains_no_more_and_gets_its_model_back(staged, tmp_path):
     folder = tmp_path / "run"
-    shutil.copytree(staged("loop"), folder)
+    shutil.copytree(staged("finetune"), folder)
     shutil.rmtree(folder / "model")
     before = (folder / "stage-2" / "log.jsonl").stat().st_mtime_ns
-    data = {"data": str(documents(staged("loop").parent))}
-    run_stages("loop", folder, resume="auto", **data)
-    assert equal_tensors(folder / "model", staged("loop") / "model")
+    run_stages("finetune", folder, resume="auto")
+    assert equal_tensors(folder / "model", staged("finetune") / "model")
     assert (folder / "stage-2" / "log.jsonl").stat().st_mtime_ns == before
 
 
 def test_a_damaged_model_is_written_again_from_its_last_checkpoint(staged, tmp_path, caplog):
-    folder = stopped_copy(staged("loop"), tmp_path / "run", 2, 0)
+    folder = stopped_copy(staged("finetune"), tmp_path / "run", 2, 0)
     weights = folder / "stage-1" / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    data = {"data": str(documents(staged("loop").parent))}
-    run_stages("loop", folder, resume="auto", **data)
-    require_same(folder, staged("loop"))
+    run_stages("finetune", folder, resume="auto")
+    require_same(folder, staged("finetune"))
     assert "stage 1 of 2 is finished once more" in caplog.text
 
 
 def test_a_run_without_stages_is_not_continued_with_them(tmp_path):
-    run("loop", tmp_path / "run", max_steps=1, train_length=64, save_strategy="no")
+    run("finetune", tmp_path / "run", max_steps=1, train_length=64, save_strategy="no")
     with pytest.raises(ValueError, match="holds the run of a recipe without stages"):
-        run_stages("loop", tmp_path / "run", resume="auto")
+        run_stages("finetune", tmp_path / "run", resume="auto")
 
 
 # Settings and plan.
@@ -344,18 +339,18 @@ def test_resolved_stages_are_a_recipe_with_the_same_settings(tmp_path):
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([], "stages in .*stages.yaml takes a list with the keys of each stage, got an empty list"),
-        ({"factor": 2}, "stages in .* takes a list with the keys of each stage, got {'factor': 2}"),
-        ([{"factor": 2}, "yarn"], "stage 2 in .*: expected keys and values, got 'yarn'"),
-        ([{}, {"lenght": 9}], "unknown key 'lenght' of stage 2 in .*did you mean 'length'"),
-        ([{}, {"output_dir": "x"}], "stage 2 in .*: output_dir goes beside stages, not into it"),
-        ([{}, {"resume": "auto"}], "stage 2 in .*: resume goes beside stages"),
-        ([{}, {"seed": 7}], "stage 2: seed must be the same in all stages, it was 42 .*, got 7"),
-        ([{}, {"model": "x"}], "stage 2: model must be the same in all stages"),
-        ([{"lora_rank": 4}, {}], "stage 2: lora_rank must be the same .* was 4 in stage 1, got 0"),
-        ([{}, {"max_steps": "abc"}], "stage 2 of 2: max_steps: invalid int value"),
-        ([{}, {"push_to_hub": True}], "stage 2 of 2: push_to_hub is not for this"),
-        ([{}, {"loss": "small"}], "stage 2 of 2: loss must be one of"),
+        ([], "got an empty list"),
+        ({"factor": 2}, "got {'factor': 2}"),
+        ([{"factor": 2}, "yarn"], "stage 2 in .* got 'yarn'"),
+        ([{}, {"lenght": 9}], "'lenght' of stage 2 .*'length'"),
+        ([{}, {"output_dir": "x"}], "stage 2 in .*: output_dir goes beside"),
+        ([{}, {"resume": "auto"}], "stage 2 in .*: resume goes beside"),
+        ([{}, {"seed": 7}], "stage 2: seed .* 42 .* 7"),
+        ([{}, {"model": "x"}], "stage 2: model "),
+        ([{"lora_rank": 4}, {}], "stage 2: lora_rank .* 4 .* 0"),
+        ([{}, {"max_steps": "abc"}], "stage 2 of 2: max_steps"),
+        ([{}, {"push_to_hub": True}], "stage 2 of 2: push_to_hub"),
+        ([{}, {"loss": "small"}], "stage 2 of 2: loss"),
     ],
 )
 def test_bad_stages_are_refused_by_name(stages, message, tmp_path):
@@ -366,16 +361,16 @@ def test_bad_stages_are_refused_by_name(stages, message, tmp_path):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ({"factor": 1.5}, "stage 2 of 2: its length is 384 tokens, after 512 in the stage before"),
-        ({"method": "none", "factor": None}, "stage 2 of 2: its length is 256 tokens, after 512"),
+        ({"factor": 1.5}, "stage 2 of 2: .* 384 .* 512"),
+        ({"method": "none", "factor": None}, "stage 2 of 2: .* 256 .* 512"),
         ({"options": {"beta": 3}}, "stage 2 of 2: .*beta"),
         ({"data": "nowhere.jsonl"}, "stage 2 of 2: .*nowhere.jsonl"),
-        ({"short_share": 2.0}, "stage 2 of 2: short_share must be"),
+        ({"short_share": 2.0}, "stage 2 of 2: short_share"),
     ],
 )
 def test_every_stage_is_checked_before_the_first_is_trained(second, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        run_stages("loop", tmp_path / "run", [{"factor": 2}, second])
+        run_stages("finetune", tmp_path / "run", [{"factor": 2}, second])
     assert not (tmp_path / "run").exists()
 
 

@@ -4,24 +4,17 @@ Each trainer takes one step under YaRN ×4 on a model of 256 tokens. The truth i
 own YaRN with the factor of both.
 """
 
+import json
+
 import pytest
 import torch
 import transformers
-from training_runs import ASSETS, documents, run
+from helpers.commands import run_in_this_process
+from training_runs import ASSETS, arguments, run
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_patch
-from rope_patch.evaluation.encoding_facts import model_lengths
 from rope_patch.exporting import export
-from rope_patch.extending import pipeline as extending
-from rope_patch.extending.request import ExtendRequest
-from rope_patch.pretrained.loading import read_config
-from rope_patch.pretrained.patched_checkpoint import patch_checkpoint
-from rope_patch.searching.measure.fitness import make_space
-from rope_patch.searching.model import open_model
-from rope_patch.training.memory.plan import lengths
-from rope_patch.training.settings import parse
-from rope_patch.utils.processes import Processes
 
 TINY = ASSETS / "tiny-llama"
 BASE, TRAINED, EXTENDED = 256, 1024, 2048
@@ -71,38 +64,34 @@ def trl_final(folder):
     return folder / "final"
 
 
-def callback_final(folder):
-    trainer(folder)
+def callback_final(folder, **keys):
+    trainer(folder, **keys)
     return folder / "final"
 
 
-def adapter(folder):
-    trainer(folder, model=peft_model())
-    return folder / "final"
-
-
-def merged(folder, save):
+def merged(adapter, folder, save):
     """Load an adapter, merge it, and write the model."""
-    model = rope_patch.load(adapter(folder)).merge_and_unload()
-    save(model, folder / "merged")
-    return folder / "merged"
+    save(rope_patch.load(adapter).merge_and_unload(), folder)
+    return folder
 
 
+# Name -> function of a new folder and of `folder_of`, which gives what another name trained.
 TRAINERS = {
-    "finetune": lambda folder: run("finetune", folder, **ONE_STEP),
-    "finetune's checkpoint": lambda folder: (
-        run("finetune", folder, **ONE_STEP).parent / "checkpoint-1"
+    "finetune": lambda folder, _: run("finetune", folder, **ONE_STEP),
+    "finetune's checkpoint": lambda _, folder_of: folder_of("finetune").parent / "checkpoint-1",
+    "finetune, LoRA": lambda folder, _: run("finetune", folder, lora_rank=2, **ONE_STEP),
+    "loop": lambda folder, _: run("loop", folder, **ONE_STEP),
+    "callback": lambda folder, _: callback_final(folder),
+    "callback's checkpoint": lambda _, folder_of: folder_of("callback").parent / "checkpoint-1",
+    "TRL": lambda folder, _: trl_final(folder),
+    "merged, saved by us": lambda folder, folder_of: merged(
+        folder_of("adapter"), folder, rope_patch.save
     ),
-    "finetune, LoRA": lambda folder: run("finetune", folder, lora_rank=2, **ONE_STEP),
-    "loop": lambda folder: run("loop", folder, **ONE_STEP),
-    "callback": callback_final,
-    "callback's checkpoint": lambda folder: callback_final(folder).parent / "checkpoint-1",
-    "TRL": trl_final,
-    "merged, saved by us": lambda folder: merged(folder, rope_patch.save),
-    "merged, saved by transformers": lambda folder: merged(
-        folder, lambda model, target: model.save_pretrained(target)
+    "merged, saved by transformers": lambda folder, folder_of: merged(
+        folder_of("adapter"), folder, lambda model, target: model.save_pretrained(target)
     ),
 }
+ADAPTER = {"adapter": lambda folder, _: callback_final(folder, model=peft_model())}
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +102,7 @@ def folder_of(tmp_path_factory):
     def make(name):
         if name not in folders:
             place = tmp_path_factory.mktemp("trained") / "run"
-            folders[name] = {**TRAINERS, "adapter": adapter}[name](place)
+            folders[name] = (TRAINERS | ADAPTER)[name](place, make)
         return folders[name]
 
     return make
@@ -146,21 +135,17 @@ def assert_continued(handle, factor):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_patch_continues_what_was_trained(name, folder_of):
+def test_patches_continue_what_was_trained_through_saving_and_loading(name, folder_of, tmp_path):
+    """Finetune -> save -> plain load -> patch -> save -> load."""
     model = plain(folder_of(name))
     before = logits(model)
+    rope_patch.patch(model, "dynamic-yarn", factor=8)
+    assert logits(model).equal(before)
     handle = rope_patch.patch(model, "yarn", factor=2)
     assert_continued(handle, 2)
     handle.undo()
     assert logits(model).equal(before)
-    rope_patch.patch(model, "dynamic-yarn", factor=8)
-    assert logits(model).equal(before)
 
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_round_trip_keeps_the_trained_start(name, folder_of, tmp_path):
-    """Finetune -> save -> plain load -> patch -> save -> load."""
-    model = plain(folder_of(name))
     rope_patch.patch(model, "yarn", factor=2)
     rope_patch.save(model, tmp_path)
     loaded = rope_patch.load(tmp_path)
@@ -169,9 +154,9 @@ def test_round_trip_keeps_the_trained_start(name, folder_of, tmp_path):
     assert_continued(rope_patch.patch(loaded, "yarn", factor=4), 4)
     assert_continued(rope_patch.current(rope_patch.load(tmp_path, "yarn", factor=4)), 4)
     again = plain(tmp_path)
+    with pytest.raises(ValueError, match=r"2,048 tokens.* 1,536"):
+        rope_patch.patch(again, "yarn", factor=1.5)
     assert_continued(rope_patch.patch(again, "yarn", factor=4), 4)
-    with pytest.raises(ValueError, match=r"reads 2,048 tokens.*ends at 1,536"):
-        rope_patch.patch(plain(tmp_path), "yarn", factor=1.5)
 
 
 @pytest.mark.parametrize("name", ["finetune", "callback", "merged, saved by us"])
@@ -208,9 +193,16 @@ def test_adapter_continues_what_it_was_trained_under(folder_of, tmp_path):
     assert_continued(rope_patch.patch(again, "yarn", factor=4), 4)
 
 
+def patched(model, folder, **changes):
+    """Write a patched checkpoint by the command."""
+    words = [word for key, value in (YARN | changes).items() for word in (f"--{key}", value)]
+    result = run_in_this_process("patch", model, *words, "--to", folder)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
 def test_adapter_of_a_base_whose_config_has_the_rotation_records_it(folder_of, tmp_path):
-    patch_checkpoint(TINY, tmp_path / "base", **YARN)
-    base = plain(tmp_path / "base")
+    base = plain(patched(TINY, tmp_path / "base"))
     model = rope_patch.load_adapter(base, folder_of("adapter"))
     assert rope_patch.current(model) is None
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
@@ -218,11 +210,9 @@ def test_adapter_of_a_base_whose_config_has_the_rotation_records_it(folder_of, t
 
 
 def test_training_without_a_method_keeps_the_saved_rotation(tmp_path):
-    patch_checkpoint(TINY, tmp_path / "base", **YARN)
-    folder = run(
-        "finetune", tmp_path / "run", model=tmp_path / "base", method="none", factor=None,
-        max_steps=1, save_steps=1,
-    )  # fmt: skip
+    base = patched(TINY, tmp_path / "base")
+    keys = {"model": base, "method": "none", "max_steps": 1, "save_steps": 1}
+    folder = run("finetune", tmp_path / "run", factor=None, **keys)
     assert_continued(rope_patch.patch(plain(folder), "yarn", factor=2), 2)
 
 
@@ -233,24 +223,18 @@ def test_all_readers_start_from_the_trained_length(folder_of, tmp_path):
         diagnosis = rope_patch.diagnose(subject)
         assert next(iter(diagnosis.rotations.values())).geometry.trained_length == TRAINED
         assert "trained in (rope_patch recorded" in str(diagnosis)
-    config = read_config(folder)
-    assert model_lengths(str(folder), config, None, "auto")[1] == TRAINED
-    words = ["--model", str(folder), "--method", "yarn", "--factor", "2", "--output_dir", "x"]
-    data = ["--data", str(documents(tmp_path)), "--max_steps", "1"]
-    assert lengths(parse([*words, *data])[0])[:2] == (TRAINED, EXTENDED)
-    extended = ExtendRequest(
-        model=str(folder), to=str(EXTENDED), out=tmp_path / "extended", budget=60.0
-    )
-    assert extending._check(extended) == (TRAINED, EXTENDED)
-    source = open_model(str(folder), None, Processes())
-    space = make_space(source.skeleton, rope_patch.Extension("longrope", factor=2))
-    assert (space.geometry.trained_length, space.length) == (TRAINED, EXTENDED)
-    written = patch_checkpoint(folder, tmp_path / "patched", "yarn", factor=2)
-    assert written.length == EXTENDED
-    assert_continued(rope_patch.patch(plain(tmp_path / "patched"), "yarn", factor=4), 4)
-    exported = export(plain(tmp_path / "patched"), "vllm")
+    words = arguments(tmp_path / "run", model=folder, train_length=None)
+    plan = run_in_this_process("finetune", *words, "--plan", "--json").stdout
+    assert json.loads(plan)["length"] == EXTENDED
+    result = run_in_this_process("extend", folder, "--to", TRAINED, "--out", tmp_path / "extended")
+    assert f"above the {TRAINED:,} tokens" in result.stderr
+    with pytest.raises(ValueError, match=f"{TRAINED:,}"):
+        rope_patch.search(str(folder), length=TRAINED // 2)
+    again = plain(patched(folder, tmp_path / "patched", factor=2))
+    exported = export(again, "vllm")
     assert exported.config["rope_parameters"]["factor"] == 8
     assert "rope_patch" not in exported.config
+    assert_continued(rope_patch.patch(again, "yarn", factor=4), 4)
 
 
 def test_transformers_reads_the_record_without_a_word(folder_of, caplog, recwarn):

@@ -16,23 +16,26 @@ from helpers.processes import FRESH
 from safetensors.torch import load_file
 
 from rope_patch import cli
-from rope_patch.training import settings
+from rope_patch.tasks import texts
+from rope_patch.training import read_log
+from rope_patch.training.settings import parse
 
 RECIPES = {"finetune": "rope_patch.training.trainer", "loop": "rope_patch.training.loop"}
 # The loop takes the Trainer's steps to the bit (test_trainer_and_loop.py), by the same parts.
 BOTH = ["finetune", pytest.param("loop", marks=pytest.mark.slow)]
-STEPS = 6
+STEPS = 3
+LENGTH = 64
 ASSETS = Path(__file__).parent.parent / "assets"
 TINY = {
     "model": ASSETS / "tiny-llama",
     "method": "yarn",
     "factor": 2,
-    "train_length": 256,
+    "train_length": LENGTH,
     "max_steps": STEPS,
     "learning_rate": 1e-3,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
-    "save_steps": 2,
+    "save_steps": 1,
     "save_total_limit": 3,
     "ignore_plan": True,
     "use_cpu": True,
@@ -40,28 +43,25 @@ TINY = {
 # Changes to TINY under which a run has to resume exactly.
 VARIANTS = {
     "plain": {},
+    "constant": {"lr_scheduler_type": "constant"},  # rates that do not depend on max_steps
     "lora": {"lora_rank": 4},
-    "packed": {
+    "distilled": {
         "method": "mixed-yarn",
         "packing": "masked",
         "shuffle_window": 8,
         "short_share": 0.5,
-    },
-    "distilled": {"lora_rank": 4, "short_share": 0.5, "distillation_weight": 1.0},
-    "best_fit": {
-        "method": "mixed-yarn",
-        "packing": "best_fit",
-        "packing_window": 5,  # of the 24 rows: the checkpoints are within windows
-        "short_share": 0.25,
+        "distillation_weight": 1.0,
+        "lora_rank": 4,
     },
     "woven": {
-        "data": "novels:emma",
+        "data": "novel",
         "train_length": 768,
         "packing": "best_fit",
-        "packing_window": 5,
+        "packing_window": 5,  # of the 12 rows: the checkpoints are within windows
         "compression_ratio": [0.2, 0.9],
         "aggregation_share": 1.0,
-        "per_device_train_batch_size": 1,
+        "short_share": 0.25,
+        "per_device_train_batch_size": 2,
     },
 }
 
@@ -70,6 +70,8 @@ def arguments(folder, config=None, **changes):
     """Return a recipe's command line: TINY or a config file, with changes."""
     options = TINY | {"data": documents(folder.parent)} if config is None else {"config": config}
     options |= {"output_dir": folder, **changes}
+    if options.get("data") == "novel":
+        options["data"] = novel(folder.parent)
     words = []
     for key, value in options.items():
         if isinstance(value, list):
@@ -90,10 +92,26 @@ def documents(folder):
     return path
 
 
+def novel(folder):
+    """Write a part of a novel as documents of several lengths; return their file."""
+    path, text = folder / "novel.jsonl", texts.read_text("emma")[5000:]
+    lines = []
+    for size in [2600, 9000, 1500, 4000, 300, 7000, 2000]:
+        lines.append(json.dumps({"text": text[:size]}) + "\n")
+        text = text[size:]
+    path.write_text("".join(lines))
+    return path
+
+
+def settings_of(folder, config=None, **changes):
+    """Return the settings of TINY or of a config file, with changes."""
+    return parse(arguments(folder, config, **changes))[0]
+
+
 def run(recipe, folder, **changes):
     """Run `finetune` or `loop` in this process; return the finished model's folder."""
     module = importlib.import_module(RECIPES[recipe])
-    return getattr(module, recipe)(settings.parse(arguments(folder, **changes))[0])
+    return getattr(module, recipe)(settings_of(folder, **changes))
 
 
 class Child:
@@ -187,7 +205,7 @@ class Hang:
 
         def rmtree(path, *args, **kwargs):
             weights = Path(path) / "model.safetensors"
-            old = Path(path).name == "checkpoint-2" and weights.exists()
+            old = Path(path).name == "checkpoint-1" and weights.exists()
             if self.moment == "old ones go" and old:
                 weights.unlink()
                 self.flag.touch()
@@ -218,8 +236,7 @@ class Hang:
 
 def curve(folder):
     """Return every step's logged number, loss and gradient norm."""
-    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in read_log(folder)]
 
 
 def tensors(folder):

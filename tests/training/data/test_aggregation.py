@@ -1,34 +1,28 @@
 """Test questions woven into documents: every answer is computed again from the text above it."""
 
-import itertools
 import json
 import re
 
 import pytest
 import torch
-from packed_rows import CountingTokenizer, make_rows, require_equal_rows
+from packed_rows import CountingTokenizer, make_rows, segments
+from training_runs import novel as write_novel
 
 from rope_patch.tasks import texts
-from rope_patch.training.data.aggregation import TASKS, TaskWeaver
-from rope_patch.training.data.arguments import DataArguments
-from rope_patch.training.data.documents import TokenizedDocument
-from rope_patch.training.data.packing import PackedRows
+from rope_patch.training import TaskWeaver, TokenizedDocument
 
 LENGTH = 1024
 SETTINGS = {"row_length": LENGTH, "trained_length": 512, "seed": 0}
 WOVEN = re.compile(r"\n\nQuestion: (.*?)\nAnswer: (.*?)\n\n", re.DOTALL)
 
 
+TASKS = {"common_words": "What", "extraction": "Which", "records": "How"}  # first words
+
+
 @pytest.fixture(scope="module")
 def novel(tmp_path_factory):
     """Write pieces of a novel, shorter and longer than a row; return their file."""
-    path, text = tmp_path_factory.mktemp("novel") / "a.jsonl", texts.read_text("emma")[5000:]
-    lines = []
-    for size in [2600, 9000, 1500, 4000, 300, 7000, 2000]:
-        lines.append(json.dumps({"text": text[:size]}))
-        text = text[size:]
-    path.write_text("\n".join(lines))
-    return str(path)
+    return str(write_novel(tmp_path_factory.mktemp("novel")))
 
 
 def split_words(text):
@@ -87,12 +81,6 @@ def expected_answer(question, text):
     return "\n".join(lines)
 
 
-def documents_of(row):
-    """Return the tokens of a row's documents, cut where positions restart."""
-    starts = (row["position_ids"] == 0).nonzero().flatten().tolist()
-    return [row["input_ids"][a:b] for a, b in zip(starts, [*starts[1:], LENGTH], strict=True)]
-
-
 @pytest.mark.parametrize("packing", ["single", "masked", "best_fit"])
 def test_answers_follow_from_the_text_above_them(tokenizer, novel, packing):
     rows = make_rows(
@@ -101,13 +89,13 @@ def test_answers_follow_from_the_text_above_them(tokenizer, novel, packing):
     kinds = set()
     for row in rows:
         assert len(row["input_ids"]) == LENGTH
-        for ids in documents_of(row):
+        for ids in segments(row, LENGTH):
             text = tokenizer.decode(ids, skip_special_tokens=True)
             for match in WOVEN.finditer(text):
                 question, answer = match.groups()
                 assert answer == expected_answer(question, text[: match.start()])
                 kinds.add(question.split()[0])
-    assert kinds == {"What", "Which", "How"}
+    assert kinds == {*TASKS.values()}
     state = rows[-1]["row"]["state"]["long"][0]
     assert state["questions"] > 15
 
@@ -148,7 +136,7 @@ def test_tasks_and_documents_are_chosen_by_the_seed(tokenizer, novel):
     assert make() != make(seed=1)
     assert 0 < len(make(share=0.4)) < 0.8 * len(make())
     assert make(share=0.0) == []
-    for task, beginning in (("common_words", "What"), ("extraction", "Which"), ("records", "How")):
+    for task, beginning in TASKS.items():
         questions = make(tasks=[task])
         assert questions
         assert {question.split()[0] for question, _ in questions} == {beginning}
@@ -166,30 +154,15 @@ def test_tokenised_documents_get_questions_and_short_ones_none(tokenizer, tmp_pa
         assert (rows[-1]["row"]["state"]["long"][0]["questions"] > 0) == some
 
 
-@pytest.mark.parametrize("packing", ["single", "masked", "best_fit"])
-def test_woven_rows_resume_exactly(tokenizer, novel, packing):
-    arguments = DataArguments(
-        data=[novel], packing=packing, packing_window=4, aggregation_share=0.7, shuffle_window=3
-    )
-    expected = list(itertools.islice(PackedRows(arguments, tokenizer, **SETTINGS), 16))
-    for first in range(1, 15, 3):
-        resumed = PackedRows(arguments, tokenizer, **SETTINGS)
-        resumed.resume(json.loads(json.dumps(expected[first - 1]["row"]["state"])), first)
-        require_equal_rows(list(itertools.islice(resumed, 2)), expected[first : first + 2])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"aggregation_share": 1.5}, "aggregation_share must be 0 to 1, got 1.5"),
-        ({"aggregation_share": -0.5}, "aggregation_share must be 0 to 1, got -0.5"),
-        ({"aggregation_share": 0.5, "aggregation_tasks": []}, "needs aggregation_tasks: .*records"),
-        (
-            {"aggregation_share": 0.5, "packing": "concatenate"},
-            "expected packing single, masked or best_fit, got concatenate",
-        ),
-        ({"aggregation_tasks": ["record"]}, r"takes common_words, .*'record' .*mean 'records'"),
-        ({"aggregation_tasks": ["records", "records"]}, "names 'records' twice: say it once"),
+        ({"aggregation_share": 1.5}, "aggregation_share .* 1.5"),
+        ({"aggregation_share": -0.5}, "aggregation_share .* -0.5"),
+        ({"aggregation_share": 0.5, "aggregation_tasks": []}, "aggregation_tasks: .*records"),
+        ({"aggregation_share": 0.5, "packing": "concatenate"}, "best_fit, got concatenate"),
+        ({"aggregation_tasks": ["record"]}, "'record' .*mean 'records'"),
+        ({"aggregation_tasks": ["records", "records"]}, "'records' twice"),
     ],
 )
 def test_bad_arguments_are_refused(tokenizer, arguments, message):

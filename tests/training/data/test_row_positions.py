@@ -1,26 +1,17 @@
 """Test rows whose positions reach further than their tokens."""
 
-import itertools
-import json
-from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from helpers.written_out_maps import leaky_rerope
-from packed_rows import LENGTH, make_rows, require_equal_rows
-from training.training_runs import arguments
+from packed_rows import LENGTH, make_rows, packed, require_equal_rows, resumed_rows
+from training_runs import TINY, run, settings_of
 from transformers import AutoModelForCausalLM
 
-from rope_patch.training import settings
-from rope_patch.training.data.arguments import DataArguments
-from rope_patch.training.data.packing import PackedRows, collate
-from rope_patch.training.data.row_positions import skipped_positions
-from rope_patch.training.loop import loop
+from rope_patch.training import collate, read_log, skipped_positions
 from rope_patch.training.model_setup import prepare
-from rope_patch.training.monitor import read_log
 
-ASSETS = Path(__file__).parents[2] / "assets"
 TARGET = 200
 SKIPPING = {"row_length": LENGTH, "trained_length": LENGTH, "target_length": TARGET, "seed": 0}
 
@@ -62,12 +53,12 @@ def test_skipping_changes_positions_alone_and_resumes_exactly(tokenizer, source)
         for key in ("input_ids", "labels"):
             assert torch.equal(row[key], other[key])
     assert len({tuple(row["position_ids"].tolist()) for row in rows}) == 12
-    arguments_ = DataArguments(data=[path], positions="skip")
-    resumed = PackedRows(arguments_, tokenizer, **SKIPPING)
-    resumed.resume(json.loads(json.dumps(rows[4]["row"]["state"])), 5)
-    require_equal_rows(list(itertools.islice(resumed, 7)), rows[5:])
+    resumed = resumed_rows(
+        tokenizer, rows[4]["row"]["state"], 5, 7, [path], SKIPPING, positions="skip"
+    )
+    require_equal_rows(resumed, rows[5:])
     workers = [
-        list(itertools.islice(PackedRows(arguments_, tokenizer, **SKIPPING, rank=n, world=2), 6))
+        make_rows(tokenizer, 6, [path], SKIPPING | {"rank": n, "world": 2}, positions="skip")
         for n in range(2)
     ]
     require_equal_rows([row for pair in zip(*workers, strict=True) for row in pair], rows)
@@ -76,15 +67,11 @@ def test_skipping_changes_positions_alone_and_resumes_exactly(tokenizer, source)
 def test_rows_of_another_target_do_not_resume(tokenizer, source):
     path, _ = source("a.jsonl", [200, 300])
     state = make_rows(tokenizer, 1, [path], SKIPPING, positions="skip")[0]["row"]["state"]
-    other = PackedRows(
-        DataArguments(data=[path], positions="skip"),
-        tokenizer,
-        **(SKIPPING | {"target_length": 300}),
-    )
+    other = packed(tokenizer, [path], SKIPPING | {"target_length": 300}, positions="skip")
     with pytest.raises(ValueError, match="target_length was 200, got 300"):
         other.resume(state, 1)
     with pytest.raises(ValueError, match="positions was skip, got None"):
-        PackedRows(DataArguments(data=[path]), tokenizer, **SKIPPING).resume(state, 1)
+        packed(tokenizer, [path], SKIPPING).resume(state, 1)
 
 
 @torch.no_grad()
@@ -93,7 +80,7 @@ def test_tokens_see_all_before_them_over_the_gap(tokenizer, source, implementati
     path, _ = source("a.jsonl", [200, 300])
     rows = make_rows(tokenizer, 2, [path], SKIPPING, positions="skip")
     model = AutoModelForCausalLM.from_pretrained(
-        ASSETS / "tiny-llama", attn_implementation=implementation
+        TINY["model"], attn_implementation=implementation
     ).eval()
     batch = {key: value for key, value in collate(rows, has_gaps=True).items() if key != "rows"}
     got = model(**batch, use_cache=False).logits
@@ -107,14 +94,14 @@ def test_tokens_see_all_before_them_over_the_gap(tokenizer, source, implementati
     assert (model(**batch, use_cache=False).logits - expected).abs().max() > 1e-3
 
 
-def recipe(folder, **changes):
-    return settings.parse(arguments(folder, **{"max_steps": 2, **changes}))[0]
+QUICK = {"max_steps": 1, "save_strategy": "no"}
+LEAKY = {"positions": "leaky", "method": "none", "train_length": 256}
 
 
 def test_leaky_training_compares_at_growing_distances(tmp_path):
     """Equal to attention that is written out: distances grow 2 x factor times as fast."""
     keys = {"method": "none", "factor": 4, "positions": "leaky", "train_length": 256}
-    prepared = prepare(recipe(tmp_path / "out", **keys))
+    prepared = prepare(settings_of(tmp_path / "out", **keys))
     assert (prepared.target_length, prepared.trained_length) == (1024, 256)
     model = prepared.model.eval()
     ids = torch.randint(5, 500, (1, 256), generator=torch.Generator().manual_seed(0))
@@ -161,9 +148,9 @@ def test_leaky_training_compares_at_growing_distances(tmp_path):
 def test_the_model_of_leaky_training_is_plain_and_states_its_length(tmp_path):
     folder = tmp_path / "out"
     keys = {"method": "none", "length": 1024, "factor": None, "positions": "leaky"}
-    loop(recipe(folder, **keys))
+    run("loop", folder, **QUICK, **keys)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    before = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-llama")
+    before = AutoModelForCausalLM.from_pretrained(TINY["model"])
     assert model.config.max_position_embeddings == 1024
     assert model.config.rope_parameters == before.config.rope_parameters
     assert not (folder / "model" / "rope_patch.json").exists()
@@ -179,9 +166,9 @@ def test_the_model_of_leaky_training_is_plain_and_states_its_length(tmp_path):
 def test_each_kind_of_positions_has_losses_of_its_own(tmp_path):
     keys = {"method": "none", "factor": 2, "train_length": 128}
     for positions in ("consecutive", "leaky"):
-        loop(recipe(tmp_path / positions, positions=positions, **keys))
+        run("loop", tmp_path / positions, positions=positions, **QUICK, **keys)
     for positions in ("consecutive", "skip"):
-        loop(recipe(tmp_path / f"yarn-{positions}", positions=positions, train_length=128))
+        run("loop", tmp_path / f"yarn-{positions}", positions=positions, **QUICK)
     first = [read_log(folder)[0]["loss"] for folder in sorted(tmp_path.glob("*/"))]
     assert len(first) == len(set(first)) == 4
 
@@ -189,28 +176,19 @@ def test_each_kind_of_positions_has_losses_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"positions": "skipp"}, "positions must be one of .*, got 'skipp'"),
-        ({"positions": "skip", "packing": "masked"}, "positions: skip takes a row as one text"),
-        ({"positions": "skip", "short_share": 0.5}, "short_share 0, got packing single and .* 0.5"),
-        ({"positions": "skip", "train_length": 512}, "expected a train_length below that, such"),
-        ({"positions": "leaky"}, "expected method: none without options, got yarn"),
-        ({"positions": "leaky", "method": "none", "factor": None}, "exactly one of .* neither"),
-        ({"positions": "leaky", "method": "none", "length": 999}, "exactly one of .* both"),
-        (
-            {"positions": "leaky", "method": "none", "retrieval_steps": 2},
-            "leave retrieval_steps out",
-        ),
-        (
-            {"positions": "leaky", "method": "none", "train_length": 400},
-            "expected a train_length of at most 256",
-        ),
-        (
-            {"positions": "leaky", "method": "none", "factor": 1, "train_length": 128},
-            "a target above that, got rows of 128 and a target of 256",
-        ),
+        ({"positions": "skipp"}, "positions .* 'skipp'"),
+        ({"positions": "skip", "packing": "masked"}, "positions: skip .*masked"),
+        ({"positions": "skip", "short_share": 0.5}, "short_share .* 0.5"),
+        ({"positions": "skip", "train_length": 512}, "train_length below"),
+        ({"positions": "leaky"}, "method: none .* yarn"),
+        (LEAKY | {"factor": None}, "exactly one of .* neither"),
+        (LEAKY | {"length": 999}, "exactly one of .* both"),
+        (LEAKY | {"retrieval_steps": 2}, "leave retrieval_steps out"),
+        (LEAKY | {"train_length": 400}, "train_length of at most 256"),
+        (LEAKY | {"factor": 1, "train_length": 128}, "128 and a target of 256"),
     ],
 )
 def test_positions_that_do_not_fit_are_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        loop(recipe(tmp_path / "out", **changes))
+        run("loop", tmp_path / "out", **changes)
     assert not (tmp_path / "out" / "model").exists()

@@ -1,7 +1,6 @@
 """Test `rope-patch finetune --inspect-data`: what it counts, prints, writes and refuses."""
 
 import gzip
-import itertools
 import json
 import random
 import re
@@ -11,13 +10,9 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import run_in_this_process
-from packed_rows import END, TINY
+from packed_rows import END, TINY, make_rows
 
-from rope_patch.training.data.arguments import DataArguments
-from rope_patch.training.data.packing import PackedRows
-from rope_patch.training.data.sources import find_source
-from rope_patch.training.inspection.clean_folder import CleanFolder, file_names
-from rope_patch.training.inspection.duplicates import DuplicateFinder
+from rope_patch.training import CleanFolder, find_source
 
 SENTENCE = "when the party broke up she had been listening to it with a smile of great pleasure"
 WORDS = SENTENCE.split()
@@ -192,16 +187,16 @@ def test_a_damaged_document_is_one_error_and_nothing_is_written(books, tmp_path)
 
 
 def test_ctrl_c_leaves_nothing_behind(books, tmp_path, monkeypatch, foreground_sigint):
-    pytest.importorskip("datasketch")
-    check, seen = DuplicateFinder.check, []
+    datasketch = pytest.importorskip("datasketch")
+    query, seen = datasketch.MinHashLSH.query, []
 
     def interrupted(self, *arguments):
         seen.append(arguments)
-        if len(seen) == 5:
+        if len(seen) == 4:
             signal.raise_signal(signal.SIGINT)
-        return check(self, *arguments)
+        return query(self, *arguments)
 
-    monkeypatch.setattr(DuplicateFinder, "check", interrupted)
+    monkeypatch.setattr(datasketch.MinHashLSH, "query", interrupted)
     words = ["--data", books, "--write-deduplicated", tmp_path / "clean", "--inspect-data"]
     result = run_in_this_process("finetune", *RECIPE, *words)
     assert result.returncode == 130
@@ -220,15 +215,13 @@ def test_the_picture_is_written(books, tmp_path):
 def test_passes_are_those_of_a_run(books, tokenizer, tmp_path):
     notes = write(tmp_path / "notes.jsonl", [{"text": text(n, 40 + n)} for n in range(60)])
     mixing = {"data_weights": [1.0, 3.0], "packing": "concatenate", "short_share": 0.25}
+    settings = {"row_length": TARGET, "trained_length": TRAINED, "seed": 42, "batch": 2}
     words = ["--data", books, notes, "--short_data", notes, "--data_weights", 1, 3]
     words += ["--packing", "concatenate", "--short_share", 0.25, "--max_steps", 100]
     report = inspect_json(*words)
     assert report["tokens"] == 200 * TARGET
-    arguments = DataArguments(data=[str(books), str(notes)], short_data=[str(notes)], **mixing)
-    rows = PackedRows(
-        arguments, tokenizer, row_length=TARGET, trained_length=TRAINED, seed=42, batch=2
-    )
-    *_, last = itertools.islice(rows, 200)
+    sources = [str(books), str(notes)]
+    *_, last = make_rows(tokenizer, 200, sources, settings, short_data=sources[1:], **mixing)
     for row in report["rows"]:
         counts = last["row"]["counts"]["short: " * row["short"] + row["source"]]
         own = sum(token_lengths(Path(row["source"]), tokenizer))
@@ -275,9 +268,10 @@ def test_the_compression_filter_is_counted_as_in_a_run(books, tokenizer, tmp_pat
         file.write(json.dumps({"input_ids": [5] * 700}) + "\n")
     bounds = [0.2, 1.0]
     (row,) = inspect_json("--data", books, "--compression_ratio", *bounds)["rows"]
-    arguments = DataArguments(data=[str(books)], compression_ratio=bounds)
-    rows = PackedRows(arguments, tokenizer, row_length=TARGET, trained_length=TRAINED, seed=42)
-    last = list(itertools.islice(rows, row["rows"] + 1))[-1]
+    settings = {"row_length": TARGET, "trained_length": TRAINED, "seed": 42}
+    *_, last = make_rows(
+        tokenizer, row["rows"] + 1, [str(books)], settings, compression_ratio=bounds
+    )
     counts = last["row"]["counts"][str(books)]
     assert counts["epochs"] == 1
     assert row["filtered"] == counts["repetitive"] + counts["noisy"] == 2
@@ -334,13 +328,21 @@ def test_a_source_for_long_and_short_rows_is_read_once(books):
     assert [(row["short"], row["share"]) for row in report["rows"]] == [(False, 0.5), (True, 0.5)]
 
 
-def test_files_are_named_after_their_sources():
-    sources = ["a/x.jsonl", "b/X.jsonl.gz", "hub:some/name,de@test", "novels:emma", "data/*.txt"]
-    sources += ["folder", "b/x.parquet"]
-    assert list(file_names(sources).values()) == [
-        *("x.jsonl", "X-2.jsonl", "some_name_de@test.jsonl", "emma.jsonl", "unnamed.jsonl"),
-        *("folder.jsonl", "x-3.jsonl"),
-    ]
+def test_files_are_named_after_their_sources(tmp_path):
+    names = {
+        "a/x.jsonl": "x.jsonl",
+        "b/X.jsonl.gz": "X-2.jsonl",
+        "hub:some/name,de@test": "some_name_de@test.jsonl",
+        "novels:emma": "emma.jsonl",
+        "data/*.txt": "unnamed.jsonl",
+        "folder": "folder.jsonl",
+        "b/x.parquet": "x-3.jsonl",
+    }
+    with CleanFolder(tmp_path / "clean", list(names), "text") as writer:
+        for source in names:
+            writer.write(source, source)
+    for source, name in names.items():
+        assert json.loads((tmp_path / "clean" / name).read_text()) == {"text": source}
 
 
 def test_a_folder_that_was_filled_meanwhile_stays(tmp_path):

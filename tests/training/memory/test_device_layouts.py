@@ -1,31 +1,24 @@
-"""Test plans on several devices: how a row is shared, what is offloaded, launch files."""
+"""Test plans on several devices, published runs, and the time of a step by counts of torch."""
 
-import os
-
+import check_memory_plan
 import pytest
 import torch
-import yaml
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from transformers import LlamaConfig
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from rope_patch.pretrained.loading import read_config
-from rope_patch.training import recipe_files
+from rope_patch.training import (
+    StepWork,
+    exchange_bytes,
+    host_memory_need,
+    memory_need,
+    model_shape,
+    step_work,
+)
 from rope_patch.training.memory import plan, tables
-from rope_patch.training.memory.context import exchange_bytes
-from rope_patch.training.memory.launch import read_environment
-from rope_patch.training.memory.model import host_memory_need, memory_need
-from rope_patch.training.memory.model_shape import model_shape
-from rope_patch.training.memory.recipe_setup import training_setup
-from rope_patch.utils.errors import Refused
 
-LLAMA_8B = plan.SHAPES / "llama-3.1-8b"
+CONFIG = plan.read_config(plan.SHAPES / "llama-3.1-8b")
 SHARED = {"length": 2**20, "compute_dtype": torch.bfloat16, "shards": 8, "context_parallel": 8}
 README = plan.SHAPES.parent / "README.md"
-ARGUMENTS = [
-    *("--model", str(LLAMA_8B), "--method", "yarn", "--factor", "4", "--train_length", "65536"),
-    *("--data", "novels:emma", "--max_steps", "10", "--use_cpu", "true", "--bf16", "true"),
-]
 
 
 def narrow_mlp(**sizes):
@@ -68,39 +61,38 @@ def test_devices_beyond_the_key_heads_hold_copies():
     # A head of keys for each device, whether they are its own or copies.
     assert held == [2**11 * 2 * (1024 + 2 * 1024) * 4] * 3
 
-
-def test_one_device_exchanges_nothing():
+    sizes |= {"row_tokens": 2**11, "parts": 1}
     shape = model_shape(narrow_mlp(num_key_value_heads=8))
-    sizes = {"tokens": 2**14, "row_tokens": 2**14, "parts": 1, "number_size": 4}
     assert exchange_bytes("allgather", shape, **sizes) == 0
 
 
-def test_ulysses_needs_whole_heads():
-    with pytest.raises(Refused, match=r"divides 32 heads .*\(1, 2, 4, 8, 16, 32\), got 64.*a ring"):
-        memory_need(
-            read_config(LLAMA_8B), **(SHARED | {"context_parallel": 64, "context_kind": "ulysses"})
-        )
-
-
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="one of allgather, ring, ulysses, got 'zigzag'"):
-        memory_need(read_config(LLAMA_8B), **SHARED, context_kind="zigzag")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_parallel": 64, "context_kind": "ulysses"}, r"32 heads .*got 64.*a ring"),
+        ({"context_kind": "zigzag"}, "allgather, ring, ulysses, got 'zigzag'"),
+        ({"length": 0}, "at least 1"),
+        ({"loss": "auto"}, "full, torch or liger, got 'auto'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        memory_need(CONFIG, **SHARED | changes)
 
 
 def test_what_leaves_the_device_is_in_the_memory_of_the_host():
-    config = read_config(LLAMA_8B)
-    all_here = memory_need(config, **SHARED)
-    assert host_memory_need(config, **SHARED) == 0
+    all_here = memory_need(CONFIG, **SHARED)
+    assert host_memory_need(CONFIG, **SHARED) == 0
     weights = SHARED | {"offload_weights": True}
-    need = memory_need(config, **weights)
+    need = memory_need(CONFIG, **weights)
     assert need.parameters == need.gradients == need.optimizer == 0
-    assert host_memory_need(config, **weights) == 16 * 8_030_261_248 // 8
+    assert host_memory_need(CONFIG, **weights) == 16 * 8_030_261_248 // 8
     optimizer = SHARED | {"offload_optimizer": True}
-    need = memory_need(config, **optimizer)
+    need = memory_need(CONFIG, **optimizer)
     assert (need.parameters, need.gradients, need.optimizer) == (all_here.parameters, 0, 0)
-    assert host_memory_need(config, **optimizer) == 12 * 8_030_261_248 // 8
+    assert host_memory_need(CONFIG, **optimizer) == 12 * 8_030_261_248 // 8
     activations = SHARED | {"offload_activations": True}
-    assert host_memory_need(config, **activations) == 32 * 2**17 * 4096 * 2
+    assert host_memory_need(CONFIG, **activations) == 32 * 2**17 * 4096 * 2
 
 
 @pytest.mark.parametrize(
@@ -108,122 +100,23 @@ def test_what_leaves_the_device_is_in_the_memory_of_the_host():
     [("adamw_torch_fused", 8), ("adamw_bnb_8bit", 2), ("adamw_torch_4bit", 1), ("sgd", 0)],
 )
 def test_optimizers_with_fewer_bits(optimizer, bytes_per_weight):
-    need = memory_need(read_config(LLAMA_8B), length=1024, optimizer=optimizer)
+    need = memory_need(CONFIG, length=1024, optimizer=optimizer)
     assert need.optimizer == bytes_per_weight * 8_030_261_248
 
 
-# -- launch files ----------------------------------------------------------------------------------
-
-
-def accelerate_environment(path, monkeypatch):
-    """Return the variables that accelerate's launcher sets for a launch file."""
-    for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_", "PARALL"))]:
-        monkeypatch.delenv(key)
-    words = ["--config_file", str(path), "--main_process_port", "0", "script.py"]
-    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    if arguments.use_deepspeed:
-        arguments.deepspeed_fields_from_accelerate_config = ""
-        return prepare_deepspeed_cmd_env(arguments)[1], arguments.num_processes
-    if arguments.use_fsdp:
-        return prepare_multi_gpu_env(arguments), arguments.num_processes
-    return {}, arguments.num_processes
-
-
-@pytest.mark.parametrize("name", recipe_files.launches())
-def test_a_launch_file_has_the_variables_that_accelerate_sets(name, monkeypatch):
-    path = recipe_files.launches()[name]
-    theirs, processes = accelerate_environment(path, monkeypatch)
-    ours = read_environment(path)
-    assert ours["WORLD_SIZE"] == str(processes)
-    for key in set(ours) & set(theirs):
-        assert ours[key].lower() == theirs[key].lower(), key
-    settings, _ = plan.parse(ARGUMENTS)
-    config = plan._read_config(settings)
-    setups = [
-        training_setup(settings, config, processes, environment) for environment in (ours, theirs)
-    ]
-    assert setups[0] == setups[1]
-
-
-def test_kinds_of_sharing_and_offloading_come_from_the_launch_file(tmp_path):
-    settings, _ = plan.parse(ARGUMENTS)
-    config = plan._read_config(settings)
-
-    def setup(name, **changes):
-        text = yaml.safe_load(recipe_files.launches()[name].read_text())
-        for part, keys in changes.items():
-            text[part] |= keys
-        path = tmp_path / "launch.yaml"
-        path.write_text(yaml.safe_dump(text))
-        return training_setup(settings, config, environment=read_environment(path))
-
-    assert setup("fsdp2_cp8").context_kind == "allgather"
-    alltoall = {"parallelism_config_cp_comm_strategy": "alltoall"}
-    assert setup("fsdp2_cp8", parallelism_config=alltoall).context_kind == "ring"
-    assert setup("deepspeed_sp8").context_kind == "ulysses"
-    assert not setup("fsdp2").offload_weights
-    assert setup("fsdp2", fsdp_config={"fsdp_offload_params": True}).offload_weights
-    offload = {"offload_optimizer_device": "cpu"}
-    assert setup("deepspeed_sp8", deepspeed_config=offload).offload_optimizer
-    assert not setup("deepspeed_sp8", deepspeed_config=offload).offload_weights
-
-
-def test_other_files_are_no_launch_files(tmp_path):
-    path = tmp_path / "launch.yaml"
-    path.write_text("model: demo\n")
-    with pytest.raises(ValueError, match="expected a launch file of accelerate"):
-        read_environment(path)
-    path.write_text("a: [")
-    with pytest.raises(ValueError, match=r"launch\.yaml is not YAML"):
-        read_environment(path)
-
-
-def test_processes_have_to_fit_the_sharing():
-    path = recipe_files.launches()["fsdp2_cp8"]
-    assert read_environment(path, 16)["WORLD_SIZE"] == "16"
-    with pytest.raises(ValueError, match=r"8 devices share a row, .* multiple of 8, got 12"):
-        read_environment(path, 12)
-
-
-def test_the_command_plans_a_recipe_on_a_launch_file_s_devices(capsys):
-    plan.main([*ARGUMENTS, "--launch", "fsdp2_cp8", "--offload_activations", "true"])
-    page = capsys.readouterr().out
-    assert "8 processes, weights in 8 shards, rows in 8 parts (allgather)" in page
-    assert "in CPU memory" in page
-    assert "if H100s reach 50% of their peak" in page
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("table", "lines"),
     [
-        ([*ARGUMENTS, "--launch", "fsdp2_cp9"], "no launch file fsdp2_cp9 (did you mean"),
-        (["--config", "yarn_64q"], "no recipe yarn_64q"),
+        (tables.lengths_table, 2 + 2 * 3 * 3),
+        (tables.million_table, 2 + 2 * 3 * 2),
+        (tables.published_table, 2 + len(tables.PUBLISHED)),
     ],
 )
-def test_the_command_says_what_is_wrong(capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        plan.main(arguments)
-    assert message in capsys.readouterr().err
-
-
-# -- tables ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def long_tables():
-    return tables.million_table(), tables.published_table()
-
-
-def test_the_readme_has_the_current_tables(long_tables):
-    text = README.read_text(encoding="utf-8")
-    for table in long_tables:
-        assert table in text
-
-
-def test_the_table_has_a_line_for_every_length_and_layout(long_tables):
-    lines = long_tables[0].splitlines()
-    assert len(lines) == 2 + 2 * 3 * 2
-    assert len({line.count("|") for line in lines}) == 1
+def test_the_readme_has_the_current_tables_with_a_line_for_every_setup(table, lines):
+    text = table()
+    assert text in README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) == lines
+    assert len({line.count("|") for line in text.splitlines()}) == 1
 
 
 @pytest.mark.parametrize(
@@ -238,3 +131,115 @@ def test_plans_are_near_the_published_measurements(run):
 def test_models_of_published_runs_have_their_size():
     assert memory_need(tables._sized_config("Qwen3-8B"), length=1).parameters == 4 * 8_190_735_360
     assert memory_need(tables._sized_config("Qwen3-0.6B"), length=1).parameters == 4 * 596_049_920
+
+
+TOKENS = 64
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 100,
+}
+
+
+def counted(config, checkpointing):
+    """Return the operations of linear layers and of attention that torch counts in a step.
+
+    Eager attention computes all pairs, twice as many as the causal ones without the diagonal.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.randint(0, config.vocab_size, (2, TOKENS))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    counts = {str(name): number for name, number in counter.get_flop_counts()["Global"].items()}
+    linear = sum(number for name, number in counts.items() if name in ("aten.mm", "aten.addmm"))
+    return linear, counts["aten.bmm"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        check_memory_plan.llama(hidden=64, layers=3, vocab=100),
+        Qwen3Config(**SIZES, intermediate_size=96),
+    ],
+    ids=["llama", "qwen3"],
+)
+def test_operations_are_those_that_torch_counts(config, checkpointing):
+    linear, attention = counted(config, checkpointing)
+    work = step_work(config, length=TOKENS, rows=2, checkpointing=checkpointing)
+    assert work.linear == linear
+    # torch's eager backward is twice its forward pass; FlashAttention's is counted as 2.5.
+    passes = (1 + 2.5 + checkpointing) / (1 + 2 + checkpointing)
+    assert work.attention / passes == pytest.approx(attention / 2 * (TOKENS + 1) / TOKENS)
+
+
+def test_model_operations_leave_recomputation_out():
+    config = check_memory_plan.llama(hidden=64, layers=3, vocab=100)
+    works = [step_work(config, length=TOKENS, rows=1, checkpointing=c) for c in (False, True)]
+    assert works[0].model == works[1].model
+    assert works[1].total > works[0].total > works[0].model
+
+
+def test_frozen_weights_need_no_gradients():
+    config = check_memory_plan.llama(hidden=64, layers=3, vocab=100)
+    full, lora = (
+        step_work(config, length=TOKENS, rows=1, checkpointing=False, trains_all=all_weights)
+        for all_weights in (True, False)
+    )
+    assert lora.linear == pytest.approx(full.linear * 2 / 3)
+    assert lora.attention == full.attention
+
+
+def test_experts_count_as_those_a_token_passes_through():
+    dense = Qwen3Config(**SIZES, intermediate_size=64)
+    experts = Qwen3MoeConfig(
+        **SIZES,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    work = [step_work(config, length=TOKENS, rows=1).linear for config in (dense, experts)]
+    assert work[1] == pytest.approx(work[0], rel=1e-2)
+
+
+def test_windows_limit_the_pairs():
+    sizes = SIZES | {"num_hidden_layers": 4}
+    windows = Qwen3Config(
+        **sizes,
+        intermediate_size=96,
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+    )
+    full = Qwen3Config(**sizes, intermediate_size=96)
+    causal = sum(range(1, TOKENS + 1))
+    windowed = sum(min(position, 8) for position in range(1, TOKENS + 1))
+    shares = [step_work(config, length=TOKENS, rows=1).attention for config in (windows, full)]
+    assert shares[0] / shares[1] == pytest.approx((3 * windowed + causal) / (4 * causal))
+
+
+def test_time_falls_with_devices_and_utilisation():
+    work = StepWork(linear=3e15, attention=1e15, model=3e15)
+    assert work.seconds(1) == pytest.approx(4e15 / (989.4e12 * 0.5))
+    assert work.seconds(8) == pytest.approx(work.seconds(1) / 8)
+    assert work.seconds(1, 2.25e15, 1.0) < work.seconds(1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"devices": 0}, {"devices": 1, "utilisation": 1.5}, {"devices": 1, "peak": 0}]
+)
+def test_impossible_devices_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"expected at least 1 device, .* got"):
+        StepWork(1.0, 1.0, 1.0).seconds(**wrong)
+
+
+def test_impossible_rows_are_refused():
+    with pytest.raises(ValueError, match="at least 1, got 0 and 1"):
+        step_work(check_memory_plan.llama(), length=0, rows=1)

@@ -1,21 +1,36 @@
-"""Test the recipes of the package: readable, with sources, and with the published values."""
+"""Test the recipes of the package: their values are the published ones, and tiny models train.
 
+In training, everything but the model and the rows' length is the recipe's: method and options,
+packing, optimizer, schedule, loss. Two recipes run in the default suite, the others are slow.
+"""
+
+import json
 import math
 import re
+from functools import cache
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
+import transformers
 import yaml
-from transformers import get_scheduler
+from training_runs import ASSETS, run
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 import rope_patch
 from rope_patch.geometry import Geometry
-from rope_patch.training.data import arguments as data_arguments
+from rope_patch.training import (
+    check_data_arguments,
+    find_launch,
+    read_environment,
+    read_log,
+    require_no_document_masks,
+)
+from rope_patch.training.memory import plan
 from rope_patch.training.settings import parse
 
 ROOT = Path(__file__).parents[2]
-TINY = ROOT / "tests" / "assets" / "tiny-llama"
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
 LAUNCHES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 NAMES = [path.stem for path in CONFIGS]
@@ -176,10 +191,11 @@ TUNED = (
 )  # fmt: skip
 
 
+@cache
 def read(name):
     """Return the settings of a recipe, or of one of its stages: `NAME#1`."""
     name, _, stage = name.partition("#")
-    settings = parse(["--config", str(ROOT / "recipes" / "configs" / f"{name}.yaml")])[0]
+    settings = parse(["--config", name])[0]
     return settings.stages[int(stage) - 1] if stage else settings
 
 
@@ -361,11 +377,11 @@ def test_the_method_fits_the_model(name):
 @pytest.mark.parametrize("name", RUNS)
 def test_the_launcher_supports_the_rows(name):
     settings, ours = read(name), resolved_values(name)
-    data_arguments.check_data_arguments(settings.data, ours["row_length"])
+    check_data_arguments(settings.data, ours["row_length"])
     launch = yaml.safe_load(launcher(name).read_text())
     parallelism = launch.get("parallelism_config", {})
     if (cp_size := parallelism.get("parallelism_config_cp_size", 1)) > 1:
-        data_arguments.require_no_document_masks(settings.data)
+        require_no_document_masks(settings.data)
         assert settings.extension.attention == "sdpa"
         assert ours["row_length"] % (2 * cp_size) == 0
     if parallelism.get("parallelism_config_sp_size", 1) > 1:
@@ -379,23 +395,6 @@ def test_the_launcher_supports_the_rows(name):
 def test_a_second_stage_starts_from_the_model_of_the_first(name):
     first = read(Path(read(name).extension.model).parent.name)
     assert read(name).extension.model == f"{first.training.output_dir}/model"
-
-
-@pytest.mark.parametrize(
-    ("method", "first", "second"),
-    [
-        ("yarn", {"factor": 16}, {"factor": 32}),
-        ("abf", {"length": 2048, "new_theta": 8e6}, {"length": 4096, "new_theta": 1.28e8}),
-    ],
-)
-def test_a_second_stage_replaces_the_rotation_of_the_first(tmp_path, method, first, second):
-    stage_1 = rope_patch.load(TINY, method, **first)
-    rope_patch.save(stage_1, tmp_path)
-    stage_2 = rope_patch.load(tmp_path, method, **second)
-    single_stage = rope_patch.load(TINY, method, **second)
-    assert rope_patch.current(stage_2).length == rope_patch.current(single_stage).length
-    inv_freq = (model.model.rotary_emb.inv_freq for model in (stage_2, single_stage))
-    torch.testing.assert_close(*inv_freq)
 
 
 def test_the_stretches_of_longrope_are_those_of_yarn_and_never_fall():
@@ -449,3 +448,194 @@ def test_the_warmup_of_position_interpolation_starts_at_a_tenth():
         scheduler.step()
     assert rates[0] == pytest.approx(2e-6)
     assert rates[20:] == pytest.approx([2e-5] * 980)
+
+
+# Training of tiny models of the same families.
+
+TINY_STEPS = 2
+TINY_TRAINED = 64  # tokens that the tiny models are "trained" on
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,  # the recipes' options count pairs of heads of this size
+    "max_position_embeddings": TINY_TRAINED,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+HYBRID = [[kind] * 3 + ["full_attention"] for kind in ("sliding_attention", "linear_attention")]
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+LATENT = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+# Recipe -> class of the config, what differs in it, changed keys of the recipe, target length.
+TINY = {
+    "olmo3_64k": (
+        "Olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 32, "layer_types": HYBRID[0]},
+        {"attention": "sdpa", "tokens": 512.0 * TINY_STEPS, "compression_ratio": [0.01, 2.0]},
+        512,
+    ),
+    "olmo_hybrid_drope": (
+        "OlmoHybrid",
+        {"num_hidden_layers": 4, "layer_types": HYBRID[1], **DELTA_NET},
+        {"length": 256, "train_length": 256, "tokens": 256.0 * TINY_STEPS},
+        256,
+    ),
+    "smollm3_64k": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 1, 1, 0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+        },
+        {"attention": "sdpa", "stages": [{"length": 128}, {"length": 256}]},
+        256,
+    ),
+    "deepseek_v3_128k": (
+        "DeepseekV3",
+        LATENT,
+        {"offload_activations": False, "stages": [{"train_length": 128}, {"train_length": 256}]},
+        40 * TINY_TRAINED,
+    ),
+    "cope_64k": ("Llama", {}, {"length": 512, "attention": "sdpa"}, 512),
+    "ultralong_1m": (
+        "Llama",
+        {"rope_parameters": LLAMA_3_ROPE, "max_position_embeddings": 256},
+        {"tokens": 2048.0 * TINY_STEPS},
+        2048,
+    ),
+    "qwen3_128k_yarn": ("Qwen3", {"max_position_embeddings": 80}, {}, 256),
+    "pose_one_gpu": ("Llama", {}, {"train_length": 32}, 512),
+    "evening_8b_lora": ("Llama", {}, {"retrieval_steps": 0, "stages": [{}, {}]}, 256),
+}
+QUICK = ("pose_one_gpu", "evening_8b_lora")
+ALL = [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in TINY]
+# Bytes of the devices that the headers name, and the layout of the launch line.
+HARDWARE = {
+    "cope_64k": ("80 GB", "fsdp2", "llama-3.1-8b"),
+    "ultralong_1m": ("80 GB", "fsdp2_cp8", "llama-3.1-8b"),
+    "evening_8b_lora": ("48 GB", "single", "llama-3.1-8b"),
+}
+
+
+def write_model(name, folder):
+    """Write a tiny random model of a recipe's family, with the tests' tokenizer."""
+    family, changes, _, _ = TINY[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | changes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ASSETS / "tiny-llama").save_pretrained(folder)
+
+
+def write_documents(folder, count):
+    """Write one file of documents of 40 to 3,000 tokens for each source of a recipe."""
+    rng = Random(0)
+    paths = []
+    for number in range(count):
+        path = folder / f"documents-{number}.jsonl"
+        rows = [[rng.randrange(3, 512) for _ in range(n)] for n in (40, 3000, 300, 2500)]
+        path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+        paths.append(str(path))
+    return paths
+
+
+def write_recipe(name, folder):
+    """Write a recipe for a tiny model; return its file."""
+    recipe = yaml.safe_load(text(name))
+    changes = dict(TINY[name][2])
+    write_model(name, folder / "tiny")
+    keys = {
+        "model": str(folder / "tiny"),
+        "data": write_documents(folder, len(recipe["data"])),
+        "gradient_accumulation_steps": 1,
+        "warmup_steps": 1,
+        "bf16": False,
+        "dtype": "float32",
+        "save_strategy": "no",
+        "ignore_plan": True,
+        "use_cpu": True,
+        "output_dir": str(folder / "run"),
+    }
+    keys |= {} if "tokens" in recipe else {"max_steps": TINY_STEPS}
+    stages = zip(recipe.get("stages", []), changes.pop("stages", []), strict=True)
+    recipe |= keys | changes
+    short = {key: keys[key] for key in ("gradient_accumulation_steps", "max_steps") if key in keys}
+    if "stages" in recipe:
+        recipe["stages"] = [stage | short | change for stage, change in stages]
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("runner", ["finetune", pytest.param("loop", marks=pytest.mark.slow)])
+def test_a_recipe_runs_to_the_end(name, runner, tmp_path):
+    path = write_recipe(name, tmp_path)
+    folder = run(runner, tmp_path / "run", config=path)
+    settings = parse(["--config", str(path)])[0]
+    stages = [f"stage-{number}" for number in range(1, len(settings.stages) + 1)]
+    for stage in stages or ["."]:
+        log = read_log(tmp_path / "run" / stage)
+        assert [line["step"] for line in log] == list(range(1, TINY_STEPS + 1))
+        assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in log)
+    target = TINY[name][3]
+    model = rope_patch.load(folder)
+    assert rope_patch.current(model) is None or rope_patch.current(model).length == target
+    assert model.config.max_position_embeddings == target
+    with torch.no_grad():
+        assert model(torch.arange(3, 40)[None]).logits.isfinite().all()
+    assert settings.extension.method in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_recipe_has_a_plan(name, tmp_path):
+    settings = parse(["--config", str(write_recipe(name, tmp_path))])[0]
+    page = plan.format_plan(settings)
+    for stage in settings.stages or [settings]:
+        extension = stage.extension
+        by_factor = settings.stages and extension.factor
+        target = int(extension.factor * TINY_TRAINED) if by_factor else TINY[name][3]
+        length = extension.train_length or extension.length or target
+        assert f"rows of {length:,} tokens" in page
+    assert "memory on each device" in page
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_the_hardware_of_the_header_is_enough(name):
+    device, launch, shape = HARDWARE[name]
+    settings, _ = parse(["--config", name, "--model", str(plan.SHAPES / shape), "--loss", "torch"])
+    environment = read_environment(find_launch(Path(launch)))
+    memory = {**plan.DEVICES, "48 GB": 47 * plan.GIB}[device]
+    for stage in settings.stages or [settings]:
+        need = plan.from_settings(stage, environment=environment)
+        assert need.total <= memory * (1 - plan.RESERVE)
