@@ -1,1 +1,17 @@
 """Positional encodings other than rotation, as pure functions in float64."""
+
+from rope_patch.utils.front import front
+
+__all__, __getattr__, __dir__ = front(
+    __name__,
+    {
+        "alibi": "alibi_bias alibi_slopes linear_slopes ntk_slopes",
+        "counted": "digit_count digit_table integer_table normalised_table",
+        "decay": "fire_progress kerple_log kerple_power sandwich xpos_factors",
+        "learned": "stretch_table",
+        "properties": "PROPERTIES property_table",
+        "sinusoidal": "dot_products shift_matrix sinusoidal_table",
+        "subject": "SUBJECTS make_subject",
+        "t5_buckets": "squeeze_tail t5_bucket",
+    },
+)

@@ -12,8 +12,22 @@ from rope_patch.patching.handle import Patch, current
 from rope_patch.patching.replacement.entry_point import encode
 from rope_patch.patching.replacement.registry import list_encodings
 from rope_patch.patching.restoration import restore
+from rope_patch.utils.front import front
 
+_lazy, __getattr__, __dir__ = front(
+    __name__,
+    {
+        "architecture.key_layout": "KeyLayout",
+        "dynamic.rerotation": "KeyRerotation",
+        "position_maps.forward_view": "ForwardView",
+        "position_maps.masked": "attend_masked",
+        "position_maps.pieces": "cut_region",
+        "position_maps.shift_tables": "ShiftPositions ShiftRotation",
+        "position_maps.visibility": "Visibility",
+    },
+)
 __all__ = [
+    *_lazy,
     "Patch",
     "check",
     "check_encoding",

@@ -16,3 +16,16 @@ each, whose text says which releases have which form. The rest of the package im
 What is looked for and not there is refused by name, together with the installed release; nothing
 here returns a guess. Open `forwards` first.
 """
+
+from rope_patch.utils.front import front
+
+__all__, __getattr__, __dir__ = front(
+    __name__,
+    {
+        "attention_functions": "AttentionCall read_call",
+        "caches": "cache_in_output is_cache is_paged",
+        "forwards": "ForwardCall cache_among cache_arguments cache_parameter",
+        "generation": "served_folder",
+        "training": "require_overridable",
+    },
+)

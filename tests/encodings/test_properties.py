@@ -1,24 +1,23 @@
 """Test properties of encodings against what can be worked out by hand."""
 
+import importlib.util
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from rope_patch.encodings.alibi import alibi_slopes
-from rope_patch.encodings.decay import fire_progress
-from rope_patch.encodings.properties import PROPERTIES, property_table
-from rope_patch.encodings.sinusoidal import dot_products, shift_matrix
-from rope_patch.encodings.subject import (
+from rope_patch.encodings import (
+    PROPERTIES,
     SUBJECTS,
-    Bias,
-    Content,
-    Setting,
-    Table,
+    alibi_slopes,
+    dot_products,
+    fire_progress,
     make_subject,
+    property_table,
 )
-from rope_patch.ops.reference import rotate
+from rope_patch.encodings.subject import Bias, Content, Setting, Table
 
 SETTING = Setting()
 CODES = ("integer", "normalised", "binary", "sinusoidal", "learned", "rope", "xpos")
@@ -157,6 +156,14 @@ QUERIES = torch.tensor([5, 90, 400])
 KEYS = torch.tensor([5, 3, 17])
 
 
+def turned(vector, position, sign):
+    """Turn pairs of neighbours; xPos scales queries by +1 and keys by -1, RoPE by 0."""
+    pair = torch.arange(32).double() / 32
+    size = ((pair + 0.4) / 1.4) ** (sign * position / 512)
+    angle = position * 10000.0**-pair
+    return torch.view_as_complex(vector.view(32, 2)) * torch.polar(size, angle)
+
+
 @pytest.mark.parametrize("encoding", SUBJECTS)
 def test_terms_are_the_difference_of_logits(encoding):
     """Compare each term with attention written out for it."""
@@ -165,15 +172,10 @@ def test_terms_are_the_difference_of_logits(encoding):
     expected = []
     for query, key in zip(QUERIES, KEYS, strict=True):
         if encoding in ("rope", "xpos"):
-            frequencies = 10000.0 ** -(torch.arange(32).double() / 32)
-            zeta = (torch.arange(32).double() / 32 + 0.4) / 1.4
             q, k = x @ content.query_weight, y @ content.key_weight
-            angles = query * frequencies, key * frequencies
-            size = zeta ** (query / 512) if encoding == "xpos" else 1.0
-            turned_q = rotate(q, size * angles[0].cos(), size * angles[0].sin(), interleaved=True)
-            size = zeta ** (-key / 512) if encoding == "xpos" else 1.0
-            turned_k = rotate(k, size * angles[1].cos(), size * angles[1].sin(), interleaved=True)
-            expected.append((turned_q @ turned_k - q @ k)[None])
+            sign = int(encoding == "xpos")
+            both = turned(q, query, sign) * turned(k, key, -sign).conj()
+            expected.append((both.real.sum() - q @ k)[None])
         elif encoding in CODES:
             p, r = subject.code(query[None])[0], subject.code(key[None])[0]
             middle = content.query_weight @ content.key_weight.T
@@ -197,13 +199,6 @@ def test_biases_are_those_of_the_functions():
     steps = fire_progress(torch.full_like(keys, 600), keys, 0.1, 512)
     assert (steps.diff() < 0).all()
     assert not torch.equal(fire.similarity(early, early - 40), fire.similarity(late, late - 40))
-
-
-def test_shift_matrix_is_what_the_fit_finds():
-    sinusoidal = make_subject("sinusoidal")
-    code = sinusoidal.code(torch.arange(100))
-    moved = code @ shift_matrix(7, 64).T
-    torch.testing.assert_close(moved, sinusoidal.code(torch.arange(100) + 7), rtol=0, atol=1e-12)
 
 
 # -- encodings made to have a property, or to lack it ----------------------------------------------
@@ -301,5 +296,37 @@ def test_refusals():
         make_subject("ropee")
     with pytest.raises(ValueError, match="did you mean 'unique'"):
         property_table(properties=["uniqe"])
-    with pytest.raises(ValueError, match="at least 4 times the width"):
+    with pytest.raises(ValueError, match="4 times the width"):
         Setting(length=100)
+
+
+# -- docs/encoding-properties.md -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page():
+    script = Path(__file__).parents[2] / "docs" / "generate" / "properties.py"
+    spec = importlib.util.spec_from_file_location("properties_page", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_page_is_up_to_date_and_whole(page):
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert text == page.build(), (
+        "docs/encoding-properties.md is not what the code computes: run "
+        "python docs/generate/properties.py and look at what changed"
+    )
+    for name in PROPERTIES:
+        assert f"**{name}**: whether" in text
+    tables = text[: text.index("## Definitions")]
+    rows = [line for line in tables.splitlines() if line.startswith("| ")]
+    assert len(rows) == 2 * (1 + len(SUBJECTS))
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0.0, "0"), (3e-14, "0"), (-1.498, "-1.5"), (float("inf"), "overflows")]
+)
+def test_numbers_of_the_page(page, number, text):
+    assert page.show(number) == text

@@ -42,9 +42,7 @@ DEFECTS = [
         f"{_ENCODE}/hooks.py",
         "        if rotation is not None and not self.encoding.rotates(self.index):\n",
         "        if not self.encoding.rotates(self.index):\n",
-        (
-            f"{_TESTS}/replacement/test_other_decoders.py::test_layers_that_never_rotate_are_given_nothing_to_switch_off",
-        ),
+        (f"{_TESTS}/replacement/test_other_decoders.py::test_chunks_equal_one_pass",),
     ),
     Defect(
         "a bias makes attention causal that is not",
@@ -79,8 +77,8 @@ DEFECTS = [
         "        if stretch.is_dynamic and self.is_given_mask:\n",
         "        if False:\n",
         (
-            f"{_TESTS}/encodings/test_position_biases.py::test_dynamic_t5_counts_tokens_and_no_padding",
-            f"{_TESTS}/encodings/test_position_biases.py::test_dynamic_t5_follows_the_tokens_in_a_static_cache",
+            f"{_TESTS}/encodings/test_t5_buckets.py::test_dynamic_t5_counts_tokens_and_no_padding",
+            f"{_TESTS}/encodings/test_t5_buckets.py::test_dynamic_t5_follows_the_tokens_in_a_static_cache",
         ),
     ),
     Defect(
@@ -88,7 +86,7 @@ DEFECTS = [
         f"{_SITES}/buckets.py",
         "            relative_position = relative_position.clamp(max=0)\n",
         "            pass\n",
-        (f"{_TESTS}/encodings/test_position_biases.py",),
+        (f"{_TESTS}/encodings/test_t5_buckets.py",),
     ),
     Defect(
         "FIRE takes slots for positions where layers are given none",
@@ -138,7 +136,7 @@ DEFECTS = [
         f"{_ENCODE}/rotations.py",
         "            theta = theta if self.partial is None else theta ** (1 / share)\n",
         "",
-        (f"{_TESTS}/replacement/test_written_out_attention.py::test_equals_a_written_out_decoder",),
+        (f"{_TESTS}/replacement/test_encode.py::test_equals_a_written_out_decoder",),
     ),
     Defect(
         "a learned table of `encode` reads rows behind its end",
@@ -202,7 +200,7 @@ DEFECTS = [
         f"{_SITES}/table.py",
         "            if callable(getattr(module, _RESIZE, None)):\n",
         "            if False:\n",
-        (f"{_TESTS}/encodings/test_sites.py::test_a_stretched_table_is_not_resized",),
+        (f"{_TESTS}/encodings/test_position_tables.py::test_a_stretched_table_is_not_resized",),
     ),
     Defect(
         "ALiBi's distances blur in half precision",
@@ -210,8 +208,8 @@ DEFECTS = [
         "        exact = bias.dtype in _HALF or is_folded if stretch.exact is None else stretch.exact\n",
         "        exact = is_folded if stretch.exact is None else stretch.exact\n",
         (
-            f"{_TESTS}/encodings/test_exact_slopes.py::test_half_precision_gets_distances_rounded_once",
-            f"{_TESTS}/encodings/test_exact_slopes.py::test_bfloat16_comes_closer_to_float64",
+            f"{_TESTS}/encodings/test_alibi.py::test_half_precision_gets_distances_rounded_once",
+            f"{_TESTS}/encodings/test_alibi.py::test_bfloat16_comes_closer_to_float64",
         ),
     ),
     Defect(
@@ -220,7 +218,7 @@ DEFECTS = [
         "            tokens = torch.tensor(keys) if key_mask is None else key_mask.tokens\n",
         "            tokens = torch.tensor(keys)\n",
         (
-            f"{_TESTS}/encodings/test_exact_slopes.py::test_dynamic_slopes_follow_the_tokens_in_a_static_cache",
+            f"{_TESTS}/encodings/test_alibi.py::test_dynamic_slopes_follow_the_tokens_in_a_static_cache",
         ),
     ),
 ]

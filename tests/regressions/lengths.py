@@ -13,7 +13,7 @@ DEFECTS = [
         _HOOKS,
         "            lowest = highest = next_positions\n",
         "            lowest = highest = next_positions = (row_spans[:, 1] + 1).tolist()\n",
-        (f"{_TESTS}/test_generation_loop.py::test_decode_step_that_jumps_ahead",),
+        (f"{_TESTS}/test_generation_loop.py::test_decode_step_that_jumps",),
     ),
     Defect(
         "continuous batching starts under methods that follow lengths, and mixes those of requests",
@@ -43,23 +43,21 @@ DEFECTS = [
         f"{_FOLDER}/rerotation.py",
         "            with_gradients = torch.is_grad_enabled() and keys.requires_grad\n",
         "            with_gradients, keys = False, keys.detach()\n",
-        (f"{_TESTS}/test_rerotation_gradients.py",),
+        (f"{_TESTS}/test_rerotation.py",),
     ),
     Defect(
         "a static cache loses the gradients of its keys when they are re-rotated",
         _RECORD,
         "    if keys.requires_grad and isinstance(layer, StaticLayer):\n",
         "    if False:\n",
-        (
-            f"{_TESTS}/test_rerotation_gradients.py::test_static_cache_that_would_lose_gradients_is_refused",
-        ),
+        (f"{_TESTS}/test_rerotation.py::test_static_cache_that_would_lose_gradients_is_refused",),
     ),
     Defect(
         "a compiled chunk loses the gradients of keys that it re-rotates",
         _HOOKS,
         "        if torch.compiler.is_compiling() and carries_gradients(cache):\n",
         "        if False:\n",
-        (f"{_TESTS}/test_rerotation_gradients.py::test_gradients_through_a_compiled_chunk",),
+        (f"{_TESTS}/test_rerotation.py::test_gradients_through_a_compiled_chunk",),
     ),
     Defect(
         "rejected candidates of assisted decoding rotate the tokens before them",
@@ -89,21 +87,21 @@ DEFECTS = [
         _RECORD,
         "            end = max(layer.get_seq_length(), slots) if layer.is_sliding else slots\n",
         "            end = slots\n",
-        (f"{_TESTS}/test_static_windows.py::test_static_caches_in_chunks",),
+        (f"{_TESTS}/test_cache_record.py::test_static_caches_in_chunks",),
     ),
     Defect(
         "positions of slots broadcast over keys that a record does not have",
         _RECORD,
         "    if positions.shape[1] != slots:\n",
         "    if False:\n",
-        (f"{_TESTS}/test_static_windows.py::test_layer_with_other_keys_than_recorded_is_refused",),
+        (f"{_TESTS}/test_cache_record.py::test_layer_with_other_keys_than_recorded_is_refused",),
     ),
     Defect(
         "the record of a static cache ends at its capacity where windows let tokens go",
         _RECORD,
         "        if isinstance(past, int) and (more := past + new.shape[1] - self.positions.shape[1]) > 0:\n",
         "        if False:\n            more = 0\n",
-        (f"{_TESTS}/test_static_windows.py::test_static_caches_in_chunks",),
+        (f"{_TESTS}/test_cache_record.py::test_static_caches_in_chunks",),
     ),
     Defect(
         "keys of inference mode, or that autograd has saved, are re-rotated in their own memory",
@@ -112,7 +110,7 @@ DEFECTS = [
         "    return keys\n",
         (
             f"{_TESTS}/test_cache_record.py::test_decoding_continues_after_inference_mode",
-            f"{_TESTS}/test_rerotation_gradients.py::test_losses_on_both_chunks_give_the_gradients_without_a_cache",
+            f"{_TESTS}/test_rerotation.py::test_losses_give_the_gradients_without_a_cache",
         ),
     ),
     Defect(
@@ -206,7 +204,7 @@ DEFECTS = [
         f"{_FOLDER}/latent_cache.py",
         "        undo_log.hook(attention, before=partial(_require_projection, getattr(attention, name)))\n",
         "",
-        (f"{_TESTS}/test_latent_cache.py::test_a_replaced_query_projection_is_refused",),
+        (f"{_TESTS}/test_dynamic_architectures.py::test_a_replaced_query_projection_is_refused",),
     ),
     Defect(
         "a trace keeps the frequencies of the length that it saw",
@@ -227,9 +225,7 @@ DEFECTS = [
         "rope_patch/patching/positions.py",
         "        if positions.shape[1] != steps:\n            raise Refused(\n",
         "        if False:\n            raise Refused(\n",
-        (
-            f"{_TESTS}/test_mrope_generation.py::test_positions_counted_from_a_longer_mask_are_refused",
-        ),
+        (f"{_TESTS}/test_mrope.py::test_positions_counted_from_a_longer_mask_are_refused",),
     ),
     Defect(
         "an admission outlives its generate",

@@ -105,7 +105,7 @@ DEFECTS = [
         '    return path if path.exists() else Path(re.sub(r"@[^@/]*$", "", name))\n',
         "    return path\n",
         (
-            "tests/transformers_api/test_generation_steps.py::test_folders_are_known_with_and_without_a_revision",
+            "tests/transformers_api/test_room.py::test_folders_are_known_with_and_without_a_revision",
         ),
     ),
     Defect(
@@ -126,7 +126,7 @@ DEFECTS = [
         "            return self_attention_part(value)\n    return None\n",
         "    return None\n",
         (
-            "tests/transformers_api/test_forwards.py::test_values_are_known_by_their_kind",
+            "tests/transformers_api/test_room.py::test_values_are_known_by_their_kind",
             "tests/transformers_api/test_next_release.py::test_caches_of_other_rotations_are_refused",
         ),
     ),
@@ -136,7 +136,7 @@ DEFECTS = [
         "    if len(annotated) == 1:\n        return annotated[0]\n",
         "",
         (
-            "tests/transformers_api/test_forwards.py::test_parameters_are_known_by_their_annotation_before_their_name",
+            "tests/transformers_api/test_room.py::test_parameters_are_known_by_their_annotation_before_their_name",
         ),
     ),
     Defect(
@@ -145,7 +145,7 @@ DEFECTS = [
         "        if cache is not None:\n            self._require_used_name()\n",
         "",
         (
-            "tests/transformers_api/test_forwards.py::test_a_cache_that_the_forward_would_ignore_is_refused",
+            "tests/transformers_api/test_room.py::test_a_cache_that_the_forward_would_ignore_is_refused",
         ),
     ),
     Defect(
@@ -154,8 +154,8 @@ DEFECTS = [
         "    return type(value).__module__.startswith(_BATCHING)\n",
         "    return value is not None and not isinstance(value, _NO_CACHES)\n",
         (
-            "tests/transformers_api/test_forwards.py::test_paged_caches_are_known_by_their_class",
-            "tests/transformers_api/test_forwards.py::test_both_spellings_of_users",
+            "tests/transformers_api/test_room.py::test_paged_caches_are_known_by_their_class",
+            "tests/transformers_api/test_room.py::test_both_spellings_of_users",
         ),
     ),
     Defect(
@@ -165,14 +165,14 @@ DEFECTS = [
         "    return None\n",
         '        if is_cache(part) and part is getattr(output, "past_key_values", None):\n'
         "            return self_attention_part(part)\n    return None\n",
-        ("tests/transformers_api/test_forwards.py::test_outputs_are_searched_for_a_cache",),
+        ("tests/transformers_api/test_room.py::test_outputs_are_searched_for_a_cache",),
     ),
     Defect(
         "a model whose release lacks a step of generate goes without the hooks on it",
         f"{_API}/generation.py",
         "            require_steps(module, *steps)\n            yield module\n",
         "            if all(hasattr(type(module), name) for name in steps):\n                yield module\n",
-        ("tests/transformers_api/test_generation_steps.py::test_a_missing_step_is_refused",),
+        ("tests/transformers_api/test_room.py::test_a_missing_step_is_refused",),
     ),
     Defect(
         "continuous batching that starts in another way goes unguarded",
@@ -180,7 +180,7 @@ DEFECTS = [
         '        elif hasattr(type(module), "generate_batch"):\n',
         "        elif False:\n",
         (
-            "tests/transformers_api/test_generation_steps.py::test_another_start_of_continuous_batching_is_refused",
+            "tests/transformers_api/test_room.py::test_another_start_of_continuous_batching_is_refused",
         ),
     ),
     Defect(
@@ -188,9 +188,7 @@ DEFECTS = [
         f"{_API}/training.py",
         "    lacking = [name for name in names if not hasattr(base, name)]\n",
         "    lacking: list[str] = []\n",
-        (
-            "tests/transformers_api/test_overrides.py::test_an_override_that_nobody_calls_is_refused",
-        ),
+        ("tests/transformers_api/test_room.py::test_every_override_that_nobody_calls_is_refused",),
     ),
     # -- trainers ----------------------------------------------------------------------------------
     Defect(

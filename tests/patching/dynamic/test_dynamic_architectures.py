@@ -1,59 +1,57 @@
-"""Test dynamic methods in other architectures: keys are re-rotated, or the patch is refused."""
+"""Test dynamic methods in other architectures: keys are re-rotated, or the patch is refused.
+
+tests/architectures checks the cache of every architecture over two steps; here are logits over
+long texts of those that cache other things than one rotated key a token.
+"""
+
+import copy
 
 import pytest
 import torch
 import transformers
 from architectures.cached_rotation import assert_followed
 from architectures.tiny_architectures import tiny_model
+from helpers.growing_texts import END, read_in_parts
+from helpers.latent_reference import LatentReference
 from helpers.releases import plain_transformers, require_model
 from helpers.tiny_models import (
     BEFORE_5_17,
     BEFORE_5_23,
-    LONG,
     OLD_TRANSFORMERS,
     SHORT,
+    SIZES,
     TRAINED,
     assert_close,
     forward,
-    make_config,
     padded,
     step_by_step,
     tokens,
 )
-from transformers import DynamicCache
+from transformers import CONFIG_MAPPING, DynamicCache, StaticCache
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import rope_patch
 
-END = 300
+IDS = tokens(END)
 
 
-@pytest.mark.skipif(not OLD_TRANSFORMERS, reason="newer releases cache the latent")
-def test_expanded_latent_keys_are_refused():
-    shape = {
-        **{k: v for k, v in make_config().to_dict().items() if k in SIZES},
-        "moe_layer_freq": 1,
-    }
-    config = transformers.DeepseekV3Config(
-        **shape, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, kv_lora_rank=16
-    )
-    with torch.device("meta"):
-        model = transformers.DeepseekV3ForCausalLM(config)
-    with pytest.raises(
-        ValueError, match=r"caches its keys expanded.*cannot be followed in a cache yet"
-    ):
-        rope_patch.patch(model, "dynamic-yarn")
-    assert rope_patch.current(model) is None
+def close(got, expected, atol=2e-4):
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
 
-SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
+def small(name, **fields):
+    """Return a random model of an architecture with the sizes of `tiny_models`."""
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **fields})
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
 def test_several_thetas_in_one_layer_type_are_refused():
     require_model("granite_swa")
     model = tiny_model("granite_swa", layer_rope_theta=[1e4, 5e5])
     for method in ("linear", "dynamic-linear"):
-        with pytest.raises(ValueError, match=r"theta 10000 and 500000 .*layer_rope_theta"):
+        with pytest.raises(ValueError, match=r"10000 and 500000 .*layer_rope_theta"):
             rope_patch.patch(model, method, factor=None if method.startswith("dynamic") else 2)
 
 
@@ -63,57 +61,49 @@ def test_thetas_of_layers_change_with_the_config(tmp_path):
     rope_patch.patch(model, "abf", factor=2)
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert_close(forward(loaded, tokens(LONG)), forward(model, tokens(LONG)))
+    assert_close(forward(loaded, IDS), forward(model, IDS))
 
 
 # One scaled attention each, so that only its keys depend on the length of the text.
 ONE_ATTENTION = {
     "afmoe": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
-    "cohere2_moe": {
-        "num_hidden_layers": 1,
-        "layer_types": ["sliding_attention"],
-        "mlp_layer_types": ["sparse"],
-    },
     "beam": {"layer_types": ["full_attention", "sliding_attention"]},
+    "cohere": {"num_hidden_layers": 1},  # pairs are neighbours
     "falcon": {"num_hidden_layers": 1},
     "falcon_h1": {"num_hidden_layers": 1},
-    "flint": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
     "gemma3n_text": {},
     "gemma4_text": {},
+    "gpt_neox": {"num_hidden_layers": 1},  # a part of the head
+    "gpt_oss": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
     "granite_swa": {"layer_rope_theta": [0, 1e4]},  # a rotary module that is not used, and one
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
-    "kolibri1": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
     "moshi": {"num_hidden_layers": 1, "sliding_window": 512},  # a rotary module for each layer
     "olmo_hybrid": {
         "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "full_attention"],
     },
-    "gpt_oss": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
-    "gpt_neox": {"num_hidden_layers": 1},
-    "phi": {"num_hidden_layers": 1},
-    "glm4": {"num_hidden_layers": 1},
     "zaya": {"num_hidden_layers": 1, "layer_types": ["hybrid"]},
 }
+OWN_CACHE = ("falcon_h1", "gemma3n_text", "granitemoehybrid")
 
 
 @pytest.mark.parametrize("model_type", ONE_ATTENTION)
 def test_cached_keys_are_rerotated(model_type):
     require_model(model_type)
-    if OLD_TRANSFORMERS and model_type in ("falcon_h1", "gemma3n_text", "granitemoehybrid"):
+    if OLD_TRANSFORMERS and model_type in OWN_CACHE:
         pytest.skip("has a cache class of its own, or asks for a cache to rotate")
     model = tiny_model(model_type, **ONE_ATTENTION[model_type])
     with plain_transformers():  # some have caches of their own in old releases
         step_by_step(model, tokens(4), 3)
-    windows = set(getattr(model.config, "layer_types", [])) == {"sliding_attention"}
-    kinds = ["sliding_attention"] if windows and len(by_layer_type(model)) > 1 else None
+    types = set(getattr(model.config, "layer_types", None) or ())
+    rotations = rope_patch.rope_config.by_layer_type(model.config.rope_parameters)
+    kinds = sorted(types) if types == {"sliding_attention"} and len(rotations) > 1 else None
+    plain = forward(model, IDS)[:, -1]
     handle = rope_patch.patch(model, "dynamic-linear", layer_types=kinds)
     assert handle.method.is_length_dependent(TRAINED)
-    ids = tokens(END)
     with torch.no_grad():
-        decoded = step_by_step(model, ids, SHORT)[:, -1]
-    torch.testing.assert_close(decoded, forward(model, ids)[:, -1], rtol=0, atol=2e-4)
-    rope_patch.unpatch(model)
-    plain = forward(model, ids)[:, -1]
+        decoded = step_by_step(model, IDS, SHORT)[:, -1]
+    close(decoded, forward(model, IDS)[:, -1])
     assert (decoded - plain).abs().max() > 1e-3
 
 
@@ -135,15 +125,7 @@ def test_norms_after_the_rotation_remove_the_attention_factor(model_type, change
     types = {"layer_types": ["full_attention"]} if model_type == "llama4_text" else {}
     model = tiny_model(model_type, num_hidden_layers=1, **types, **changes)
     rope_patch.patch(model, "dynamic-yarn")
-    with torch.no_grad():
-        decoded = step_by_step(model, tokens(END), SHORT)[:, -1]
-    torch.testing.assert_close(decoded, forward(model, tokens(END))[:, -1], rtol=0, atol=2e-4)
-
-
-def model_with_unexpanded_keys(model_type):
-    if model_type == "deepseek_v2" and BEFORE_5_17:
-        pytest.skip("transformers caches expanded keys")
-    return tiny_model(model_type)
+    close(step_by_step(model, IDS, SHORT)[:, -1], forward(model, IDS)[:, -1])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -153,14 +135,16 @@ def model_with_unexpanded_keys(model_type):
 @pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v2", "cohere"])
 def test_rows_of_a_batch_have_frequencies_of_their_own(model_type, method, options, side):
     """Rotate rows of different lengths together, by complex numbers in the first two."""
-    model = model_with_unexpanded_keys(model_type)
+    if model_type == "deepseek_v2" and BEFORE_5_17:
+        pytest.skip("transformers caches expanded keys")
+    model = tiny_model(model_type)
     rope_patch.patch(model, method, trained_length=TRAINED, **options)
-    rows = [tokens(length, seed=length) for length in (LONG, SHORT, TRAINED)]
+    rows = [tokens(length, seed=length) for length in (END, SHORT, TRAINED)]
     ids, mask = padded(rows, side)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     got = forward(model, ids, attention_mask=mask, position_ids=positions)
     for row, is_token, logits in zip(rows, mask.bool(), got, strict=True):
-        torch.testing.assert_close(logits[is_token], forward(model, row)[0], rtol=0, atol=2e-4)
+        close(logits[is_token], forward(model, row)[0])
 
 
 @pytest.mark.skipif(BEFORE_5_23, reason="its rotary modules take one set of frequencies")
@@ -172,75 +156,166 @@ def test_forwards_that_take_frequencies_per_row_stay(model_type):
     assert "forward" not in vars(model.model.rotary_emb)
 
 
-def by_layer_type(model):
-    return rope_patch.rope_config.by_layer_type(model.config.rope_parameters)
-
-
-def test_interleaved_pairs_are_rerotated():
-    config = transformers.CohereConfig(**{**small_config(), "num_hidden_layers": 1})
-    torch.manual_seed(0)
-    model = transformers.CohereForCausalLM(config).eval()
+def moved_layers(model, **inputs):
+    """Return which layers' keys of a short text change as it grows."""
     rope_patch.patch(model, "dynamic-yarn")
-    assert_close(step_by_step(model, tokens(END), SHORT)[:, -1], forward(model, tokens(END))[:, -1])
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS[:, :SHORT], past_key_values=cache, **inputs)
+        before = [layer.keys.clone() for layer in cache.layers]
+        model(IDS[:, SHORT:], past_key_values=cache)
+    pairs = zip(cache.layers, before, strict=True)
+    return [not layer.keys[:, :, : keys.shape[2]].equal(keys) for layer, keys in pairs]
 
 
 def test_layers_without_rotation_keep_their_keys():
-    config = transformers.SmolLM3Config(
-        **{
-            **small_config(),
-            "num_hidden_layers": 2,
-            "no_rope_layers": [0, 1],
-            "rope_parameters": None,
-        }
-    )
-    torch.manual_seed(0)
-    model = transformers.SmolLM3ForCausalLM(config).eval()
-    rope_patch.patch(model, "dynamic-yarn")
-    cache = DynamicCache(config=config)
-    with torch.no_grad():
-        model(tokens(SHORT), past_key_values=cache)
-        before = [layer.keys.clone() for layer in cache.layers]
-        step_by_step(model, tokens(LONG, seed=4), 1, cache)
-    unchanged = [
-        layer.keys[:, :, :SHORT].equal(keys)
-        for layer, keys in zip(cache.layers, before, strict=True)
-    ]
-    assert unchanged == [True, False]
+    model = small("SmolLM3", no_rope_layers=[0, 1], rope_parameters=None)
+    assert moved_layers(model) == [False, True]
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="fails on a second chunk without the patch, too")
 def test_cached_keys_of_images_do_not_rotate():
     """Mllama caches the keys of cross-attention beside the others."""
-    layers = {"num_hidden_layers": 3, "cross_attention_layers": [1]}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    config = MllamaTextConfig(**{**small_config(), **layers, **rope})
+    layers = {"num_hidden_layers": 3, "cross_attention_layers": [1]}
+    config = MllamaTextConfig(**{**SIZES, **layers, **rope})
     torch.manual_seed(0)
     model = transformers.MllamaForCausalLM(config).eval()
     states = torch.randn(1, 10, config.hidden_size)
+    assert moved_layers(model, cross_attention_states=states) == [True, False, True]
+
+
+# -- latent attention: only the cached rotary slice is re-rotated ----------------------------------
+
+DENSE = [
+    "axk1",
+    "bailing_hybrid",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "longcat_flash",
+    "minicpm3",
+    "youtu",
+]
+SPARSE = ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"]
+
+
+def latent_model(model_type="deepseek_v3"):
+    if BEFORE_5_17 or model_type not in CONFIG_MAPPING or (model_type in SPARSE and BEFORE_5_23):
+        pytest.skip("this release has no such model, or caches its keys expanded")
+    # Few heads of an indexer often score 0, and the cache's size decides how ties are broken.
+    return tiny_model(model_type, **({"index_n_heads": 32} if model_type in SPARSE else {}))
+
+
+@pytest.mark.skipif(not OLD_TRANSFORMERS, reason="newer releases cache the latent")
+def test_expanded_latent_keys_are_refused():
+    latent = {"moe_layer_freq": 1, "v_head_dim": 16, "kv_lora_rank": 16}
+    with torch.device("meta"):
+        model = small("DeepseekV3", qk_rope_head_dim=16, qk_nope_head_dim=16, **latent)
+    with pytest.raises(ValueError, match="caches its keys expanded"):
+        rope_patch.patch(model, "dynamic-yarn")
+    assert rope_patch.current(model) is None
+
+
+@pytest.mark.parametrize("model_type", DENSE + SPARSE)
+def test_decoding_latents_equals_unrotated_keys(model_type, monkeypatch):
+    model = latent_model(model_type)
+    plain = forward(model, IDS)
+    with monkeypatch.context() as patching:
+        reference = LatentReference(model, patching)
+        parts = IDS.split([SHORT] + [1] * (END - SHORT), 1)
+        expected = torch.cat([reference.step(part) for part in parts], 1)
+    handle = rope_patch.patch(model, "dynamic-yarn")
+    decoded = step_by_step(model, IDS, SHORT)
+    close(decoded, expected)
+    assert (decoded[:, -1] - plain[:, -1]).abs().max() > 1e-3
+    if model_type in ("deepseek_v2", "deepseek_v3", *SPARSE):
+        static = StaticCache(config=model.config, max_cache_len=END + 7)
+        close(step_by_step(model, IDS, SHORT, static), decoded)
+    handle.undo()
+    assert torch.equal(forward(model, IDS), plain)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "axk2"])
+def test_latent_rows_have_factors_of_their_own(model_type):
+    model = latent_model(model_type)
     rope_patch.patch(model, "dynamic-yarn")
-    cache = DynamicCache(config=config)
-    with torch.no_grad():
-        model(tokens(SHORT), past_key_values=cache, cross_attention_states=states)
-        before = [layer.keys.clone() for layer in cache.layers]
-        model(tokens(LONG - SHORT, seed=4), past_key_values=cache)
-    unchanged = [
-        layer.keys[:, :, : keys.shape[2]].equal(keys)
-        for layer, keys in zip(cache.layers, before, strict=True)
-    ]
-    assert unchanged == [False, True, False]
+    rows = [IDS, tokens(SHORT, seed=2)]
+    alone = [step_by_step(model, row, row.shape[1] - 3)[:, -1] for row in rows]
+    ids, mask = padded(rows, "left")
+    together = read_in_parts(model, ids, [END - 3], DynamicCache(config=model.config), mask)
+    close(together[:, -1], torch.cat(alone))
 
 
-def small_config():
-    """Return the size fields of a tiny model of any architecture."""
-    return {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": TRAINED,
-        "initializer_range": 0.1,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+def test_short_texts_of_latents_keep_their_logits():
+    model = latent_model()
+    expected = step_by_step(model, tokens(SHORT), SHORT - 5)
+    rope_patch.patch(model, "dynamic-yarn")
+    assert torch.equal(step_by_step(model, tokens(SHORT), SHORT - 5), expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("mixed-yarn", {"factor": 4}),
+        ("dynamic-yarn", {"mscale": 0.707, "mscale_all_dim": 1.0}),
+    ],
+)
+def test_long_texts_of_latents_are_those_of_the_static_method(method, options):
+    model = latent_model()
+    handle = rope_patch.patch(model, method, **options)
+    if method.startswith("dynamic"):
+        handle.fix_length(END)
+        options = {**options, "factor": 2 ** (4 / 4)}  # the step above 110 / 64
+    last = step_by_step(model, IDS, END - 1)[:, -1]
+    rope_patch.patch(model, "yarn", **options)
+    close(last, forward(model, IDS)[:, -1])
+
+
+def gradient(model):
+    model.zero_grad()
+    model(IDS, labels=IDS, use_cache=False).loss.backward()
+    return next(p.grad.clone() for n, p in model.named_parameters() if "q_b_proj" in n)
+
+
+def test_checkpointing_of_latents_is_refused_unless_the_length_is_known():
+    model = latent_model().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    handle = rope_patch.patch(model, "dynamic-yarn")
+    with pytest.raises(ValueError, match="fix_length"):
+        gradient(model)
+    handle.fix_length(END)
+    checkpointed = gradient(model)
+    model.gradient_checkpointing_disable()
+    torch.testing.assert_close(checkpointed, gradient(model))
+
+
+def test_gradients_reach_rerotated_slices():
+    model = latent_model()
+    rope_patch.patch(model, "dynamic-yarn")
+    cache = DynamicCache(config=model.config)
+    model(IDS[:, :SHORT], past_key_values=cache)
+    model(IDS[:, SHORT:], past_key_values=cache).logits[:, -1].sum().backward()
+    assert model.model.layers[0].self_attn.kv_a_proj_with_mqa.weight.grad.abs().sum() > 0
+
+
+def test_a_replaced_query_projection_is_refused():
+    model = latent_model()
+    handle = rope_patch.patch(model, "dynamic-yarn")
+    attention = model.model.layers[0].self_attn
+    original = attention.q_b_proj
+    attention.q_b_proj = torch.nn.Sequential(original)
+    with pytest.raises(ValueError, match=r"query projection.*replaced"):
+        forward(model, IDS)
+    attention.q_b_proj = original
+    handle.undo()
+    forward(model, IDS)
+
+
+def test_copies_of_latent_models_follow_their_own_length():
+    model = latent_model()
+    rope_patch.patch(model, "dynamic-yarn")
+    copied = copy.deepcopy(model)
+    expected = forward(model, IDS)
+    rope_patch.unpatch(model)
+    assert_close(forward(copied, IDS), expected)

@@ -1,28 +1,30 @@
-"""Test decode steps at any position against forwards without a cache at the same positions."""
+"""Test decode steps at any position against forwards without a cache, and as compiled graphs."""
 
 import pytest
 import torch
+from helpers.growing_texts import END, LONGROPE, position_reads, positions_of, read_in_parts
+from helpers.reference_rerotation import Reference
 from helpers.tiny_models import (
-    LONG_FACTOR,
+    LONG,
     OLD_TRANSFORMERS,
-    SHORT_FACTOR,
+    SHORT,
     assert_close,
     forward,
     make_model,
     padded,
     tokens,
 )
+from torch._dynamo.utils import counters
 from transformers import DynamicCache, StaticCache
 
 import rope_patch
-from rope_patch.patching.dynamic import hooks
 
 PAST = 50
 METHODS = {
     "dynamic-linear": {},
     "dynamic-yarn": {"growth": "exact"},
     "mixed-yarn": {"factor": 4},
-    "longrope": {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR},
+    "longrope": LONGROPE,
 }
 
 
@@ -32,22 +34,23 @@ def model():
     return make_model(num_hidden_layers=1)
 
 
+def seeing_all(rows, length):
+    """Return a causal mask that takes no jump of positions for another document."""
+    return torch.ones(rows, 1, length, length, dtype=torch.bool).tril()
+
+
+@torch.no_grad()
 def assert_decodes(model, positions, cache=None, call=None, pass_positions=True):
     """Check decoding: PAST tokens at once, then one by one, at positions `[B, S]`."""
     batch, length = positions.shape
     call = model if call is None else call
     ids, cache = tokens(length, batch), cache or DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids[:, :PAST], position_ids=positions[:, :PAST], past_key_values=cache)
-        for i in range(PAST, length):
-            step_positions = {"position_ids": positions[:, i : i + 1]} if pass_positions else {}
-            got = call(ids[:, i : i + 1], past_key_values=cache, **step_positions).logits
-            positions_so_far = positions[:, : i + 1]
-            mask = torch.ones(batch, 1, i + 1, i + 1, dtype=torch.bool).tril()  # none is packed
-            whole = forward(
-                model, ids[:, : i + 1], position_ids=positions_so_far, attention_mask=mask
-            )
-            assert_close(got[:, -1], whole[:, -1])
+    model(ids[:, :PAST], position_ids=positions[:, :PAST], past_key_values=cache)
+    for i in range(PAST, length):
+        step_positions = {"position_ids": positions[:, i : i + 1]} if pass_positions else {}
+        got = call(ids[:, i : i + 1], past_key_values=cache, **step_positions).logits
+        given = {"position_ids": positions[:, : i + 1], "attention_mask": seeing_all(batch, i + 1)}
+        assert_close(got[:, -1], forward(model, ids[:, : i + 1], **given)[:, -1])
 
 
 def positions(*last, start=0):
@@ -56,15 +59,10 @@ def positions(*last, start=0):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_decode_step_that_jumps_ahead(model, method):
+def test_decode_step_that_jumps(model, method):
+    """Jump ahead and back, also to before the first token: the length counts from the smallest."""
     with rope_patch.patch(model, method, **METHODS[method]):
         assert_decodes(model, positions(50, 200, 201, 300))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_decode_step_that_jumps_back(model, method):
-    """Jump back, also to before the first token: the length counts from the smallest position."""
-    with rope_patch.patch(model, method, **METHODS[method]):
         assert_decodes(model, positions(560, 530, 500, 420, 421, start=500))
 
 
@@ -86,88 +84,64 @@ def test_static_cache_with_jumping_positions(model):
         assert_decodes(model, positions(50, 200, 30, 201), cache)
 
 
+@pytest.mark.usefixtures("reset_compiler")
 def test_compiled_step_with_jumping_positions(model):
-    torch._dynamo.reset()
     with rope_patch.patch(model, "dynamic-yarn"):
-        step = torch.compile(model, fullgraph=True, backend="aot_eager")
-        assert_decodes(model, positions(50, 200, 30, 201), call=step)
-    torch._dynamo.reset()
+        assert_decodes(model, positions(50, 200, 30, 201), call=compiled(model))
 
 
 def test_padded_rows_with_a_jump(model):
     """Jump ahead in a left-padded row; the mask hides the padding only."""
     rows = [tokens(30), tokens(PAST, seed=2)]
     ids, mask = padded(rows, "left")
-    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     new, jump = tokens(1, batch=2, seed=3), torch.tensor([[150], [50]])
     with rope_patch.patch(model, "dynamic-yarn"), torch.no_grad():
         cache = DynamicCache(config=model.config)
-        model(ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache)
+        given = {"attention_mask": mask, "position_ids": positions_of(mask)}
+        model(ids, **given, past_key_values=cache)
         mask = torch.cat([mask, torch.ones_like(new)], 1)
         got = model(new, attention_mask=mask, position_ids=jump, past_key_values=cache).logits
         for i, row in enumerate(rows):
             ids = torch.cat([row, new[i : i + 1]], 1)
             row_positions = torch.cat([torch.arange(row.shape[1]), jump[i]])[None]
-            full_mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-            single = forward(model, ids, position_ids=row_positions, attention_mask=full_mask)
-            assert_close(got[i, -1], single[0, -1])
+            given = {"position_ids": row_positions, "attention_mask": seeing_all(1, ids.shape[1])}
+            assert_close(got[i, -1], forward(model, ids, **given)[0, -1])
 
 
 # -- reads of position tensors, each of which a GPU waits for --------------------------------------
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """Record the shapes of position tensors that are read."""
-    shapes = []
-    tolist, spans = torch.Tensor.tolist, hooks.first_and_last_positions
-
-    def recording_tolist(self):
-        if self.dtype == torch.int64 and self.numel() and not torch.compiler.is_compiling():
-            shapes.append(tuple(self.shape))
-        return tolist(self)
-
-    def recording_spans(positions, *args):
-        shapes.append(tuple(positions.shape))
-        return spans(positions, *args)
-
-    monkeypatch.setattr(torch.Tensor, "tolist", recording_tolist)
-    monkeypatch.setattr(hooks, "first_and_last_positions", recording_spans)
-    return shapes
+def reads_so_far(model, ids, **options):
+    """Generate, and return how many positions had been read at the end of each step."""
+    counts, settings = [], {"do_sample": False, "pad_token_id": 0}
+    with position_reads() as reads, rope_patch.patch(model, "mixed-yarn", factor=4):
+        hook = model.model.register_forward_hook(lambda *_: counts.append(len(reads)))
+        model.generate(ids, **{**settings, **options})
+        hook.remove()
+    return counts
 
 
-LOOPS = {
-    "greedy": {},
-    "sampled": {"do_sample": True},
-    "beams": {"num_beams": 2},
-    "static": {"cache_implementation": "static"},
-}
-
-
-@pytest.mark.parametrize("way", LOOPS)
-def test_generate_reads_only_the_first_position(model, reads, way):
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"do_sample": True}, {"num_beams": 2}, {"cache_implementation": "static"}],
+    ids=["greedy", "sampled", "beams", "static"],
+)
+def test_generate_reads_only_the_first_position(model, way):
     """Count reads beyond those of the prompt and of growth steps."""
     ids, mask = padded([tokens(20), tokens(30, seed=2)], "left")
-    steps, settings = [], {"do_sample": False, "pad_token_id": 0, "eos_token_id": 127} | LOOPS[way]
-    with rope_patch.patch(model, "mixed-yarn", factor=4):
-        hook = model.model.register_forward_hook(lambda *_: steps.append(len(reads)))
-        model.generate(ids, attention_mask=mask, max_new_tokens=30, min_new_tokens=30, **settings)
-        hook.remove()
-    assert len(steps) == 30
-    assert steps[-1] == steps[1] <= 3  # the prompt and the first new token of each row
+    lengths = {"max_new_tokens": 20, "min_new_tokens": 20, "eos_token_id": 127}
+    reads = reads_so_far(model, ids, attention_mask=mask, **lengths, **way)
+    assert len(reads) == 20
+    assert reads[-1] == reads[1] <= 3  # the prompt and the first new token of each row
 
 
-def test_generate_reads_once_at_a_growth_step(model, reads):
-    steps = []
-    with rope_patch.patch(model, "mixed-yarn", factor=4):
-        hook = model.model.register_forward_hook(lambda *_: steps.append(len(reads)))
-        model.generate(tokens(40), max_new_tokens=60, eos_token_id=None, do_sample=False)
-        hook.remove()
+def test_generate_reads_once_at_a_growth_step(model):
+    reads = reads_so_far(model, tokens(40), max_new_tokens=40, eos_token_id=None)
     change = 64 - 40 + 1  # the step of the first token beyond the trained length
-    assert steps[change - 1] == steps[1] < steps[change] == steps[-1]
+    assert reads[change - 1] == reads[1] < reads[change] == reads[-1]
 
 
-def test_positions_from_a_custom_loop_are_read(model, reads):
+def test_positions_from_a_custom_loop_are_read(model):
     """Call generate's own steps in a loop, with other positions."""
     if OLD_TRANSFORMERS:
         pytest.skip("transformers 5.0 prepares inputs from other arguments")
@@ -181,12 +155,69 @@ def test_positions_from_a_custom_loop_are_read(model, reads):
                 ids[:, :i], next_sequence_length=steps, use_cache=True, **kwargs
             )
             output = model(**inputs)
-            whole = torch.ones(1, 1, i, i, dtype=torch.bool).tril()
-            expected = forward(model, ids[:, :i], position_ids=position_ids, attention_mask=whole)
-            assert_close(output.logits[:, -1], expected[:, -1])
+            given = {"position_ids": position_ids, "attention_mask": seeing_all(1, i)}
+            assert_close(output.logits[:, -1], forward(model, ids[:, :i], **given)[:, -1])
             kwargs = model._update_model_kwargs_for_generation(output, kwargs)
             if i == PAST + 3:
                 kwargs["position_ids"][:, -1] = 200  # in place
             if i == PAST + 5:
                 kwargs["position_ids"] = torch.cat([position_ids, torch.tensor([[300]])], 1)
             position_ids = kwargs["position_ids"].clone()
+
+
+# -- torch.compile: one graph for all lengths ------------------------------------------------------
+
+
+def compiled(model, **options):
+    return torch.compile(model, fullgraph=True, **{"backend": "aot_eager", **options})
+
+
+@pytest.mark.usefixtures("reset_compiler")
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", DynamicCache), ("llama", StaticCache), ("gemma3", StaticCache)]
+)
+def test_decode_step_is_one_graph_at_any_length(family, kind):
+    model, ids = make_model(family), tokens(END)
+    reference = Reference(model, "dynamic-yarn")
+    rope_patch.patch(model, "dynamic-yarn")
+    size = {"max_cache_len": END} if kind is StaticCache else {}
+    cache, steps_at = kind(config=model.config, **size), torch.arange(END)[None]
+    prompt = read_in_parts(model, ids[:, :SHORT], [SHORT], cache)
+    steps = read_in_parts(compiled(model), ids, [], cache, positions=steps_at)
+    assert_close(torch.cat([prompt, steps], dim=1), reference.decode(ids, SHORT))
+    assert not counters["graph_break"]
+    # The first step, and recompilations for the sizes that vary.
+    assert counters["stats"]["unique_graphs"] <= 3
+
+
+@pytest.mark.usefixtures("reset_compiler")
+def test_compiled_forward_of_sequences_and_batches():
+    model = make_model()
+    rope_patch.patch(model, "dynamic-yarn")
+    ids, mask = padded([tokens(30), tokens(LONG)], "left")
+    whole = compiled(model)
+    assert_close(forward(whole, ids), forward(model, ids))
+    assert_close(forward(whole, ids, attention_mask=mask), forward(model, ids, attention_mask=mask))
+
+
+@pytest.mark.usefixtures("reset_compiler")
+def test_compiled_prefill_records_the_rotation_in_its_cache():
+    model, ids = make_model(), tokens(END)
+    reference = Reference(model, "dynamic-yarn")
+    rope_patch.patch(model, "dynamic-yarn")
+    with torch.no_grad():
+        output = compiled(model)(ids[:, :SHORT], use_cache=True)
+    got = read_in_parts(model, ids, [], output.past_key_values)
+    assert_close(got[:, -1], reference.decode(ids, SHORT)[:, -1])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("reset_compiler")
+def test_inductor_gives_the_same_logits():
+    model, ids = make_model(), tokens(END)
+    reference = Reference(model, "dynamic-yarn")
+    rope_patch.patch(model, "dynamic-yarn")
+    cache, steps_at = StaticCache(config=model.config, max_cache_len=END), torch.arange(END)[None]
+    read_in_parts(model, ids[:, :SHORT], [SHORT], cache)
+    steps = read_in_parts(compiled(model, backend="inductor"), ids, [], cache, positions=steps_at)
+    assert_close(steps[:, -1], reference.decode(ids, SHORT)[:, -1])

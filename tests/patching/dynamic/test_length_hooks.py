@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from helpers.growing_texts import END, LONGROPE, position_reads, read_in_parts
 from helpers.method_names import frequency_methods
 from helpers.reference_rerotation import Reference, exact, stepped
 from helpers.tiny_models import (
     LONG,
-    LONG_FACTOR,
     OLD_TRANSFORMERS,
     SHORT,
-    SHORT_FACTOR,
     TARGET,
     TRAINED,
     assert_close,
@@ -26,47 +25,54 @@ from transformers import DynamicCache, StaticCache
 
 import rope_patch
 from rope_patch.methods import registered_methods
-from rope_patch.patching.dynamic import hooks
 
-LONGROPE = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
 SHAPES = ["llama", "qwen3", "gemma3", "phi3"]
 DYNAMIC = ["dynamic", "dynamic-linear", "dynamic-yarn", "dynamic-ntk-by-parts"]
-END = 300  # 9 growth steps beyond the trained length
+
+
+@pytest.fixture
+def model():
+    """Return a patched model of two layers."""
+    model = make_model()
+    rope_patch.patch(model, "dynamic-yarn")
+    return model
+
+
+@pytest.fixture
+def shallow():
+    """Return a patched model of one layer, in which no hidden state has earlier frequencies."""
+    model = make_model(num_hidden_layers=1)
+    rope_patch.patch(model, "dynamic-yarn")
+    return model
+
+
+def new_cache(model, kind=DynamicCache):
+    size = {"max_cache_len": LONG + 20} if kind is StaticCache else {}
+    return kind(config=model.config, **size)
 
 
 # -- decoding, against all keys rotated by the current frequencies at every step -------------------
 
 
-@pytest.mark.parametrize("method", [*DYNAMIC, "longrope"])
-@pytest.mark.parametrize("family", SHAPES)
-def test_decoding_matches_rotating_all_keys_afresh(family, method):
-    options = LONGROPE if method == "longrope" else {}
+@pytest.mark.parametrize(
+    ("family", "method", "options", "prompt"),
+    [
+        *(("llama", method, {}, SHORT) for method in DYNAMIC),
+        *((family, "dynamic-yarn", {}, SHORT) for family in SHAPES[1:]),
+        *((family, "longrope", LONGROPE, SHORT) for family in SHAPES),
+        *((family, "dynamic-yarn", {"growth": "exact"}, SHORT) for family in ("llama", "gemma3")),
+        *(("llama", "dynamic-yarn", {}, TRAINED + more) for more in (-1, 0, 1, 40)),
+    ],
+)
+def test_decoding_matches_rotating_all_keys_afresh(family, method, options, prompt):
     model, ids = make_model(family), tokens(END)
-    reference = Reference(model, method, options=options)
+    growth = exact if options.get("growth") == "exact" else stepped
+    reference = Reference(model, method, growth, options)
     rope_patch.patch(model, method, **options)
-    assert_close(step_by_step(model, ids, SHORT), reference.decode(ids, SHORT))
-
-
-@pytest.mark.parametrize("family", SHAPES)
-def test_exact_growth_rerotates_at_every_token(family):
-    model, ids = make_model(family), tokens(LONG)
-    reference = Reference(model, "dynamic-yarn", exact)
-    rope_patch.patch(model, "dynamic-yarn", growth="exact")
-    assert_close(step_by_step(model, ids, SHORT), reference.decode(ids, SHORT))
-    assert_differs(
-        reference.decode(ids, SHORT), Reference(model, "dynamic-yarn").decode(ids, SHORT)
-    )
-
-
-@pytest.mark.parametrize("prompt", [SHORT, TRAINED - 1, TRAINED, TRAINED + 1, LONG])
-def test_prompts_of_any_length_decode_correctly(prompt):
-    model, ids = make_model(), tokens(LONG + 40)
-    reference = Reference(model, "dynamic-yarn")
-    rope_patch.patch(model, "dynamic-yarn")
     assert_close(step_by_step(model, ids, prompt), reference.decode(ids, prompt))
 
 
-def test_reference_differs_from_stale_keys():
+def test_references_differ_from_stale_keys_and_from_each_other():
     """Compare with transformers, which never re-rotates a cached key."""
     model, ids = make_model(), tokens(END)
     truth = Reference(model, "dynamic").decode(ids, SHORT)
@@ -74,31 +80,31 @@ def test_reference_differs_from_stale_keys():
     native = make_model(config=config)
     native.load_state_dict(model.state_dict())
     assert_differs(step_by_step(native, ids, SHORT), truth)
-
-
-def test_one_layer_decodes_as_without_a_cache():
-    """With one layer, no hidden state depends on earlier frequencies."""
-    model, ids = make_model(num_hidden_layers=1), tokens(END)
-    rope_patch.patch(model, "dynamic-yarn")
-    assert_close(step_by_step(model, ids, SHORT)[:, -1], forward(model, ids)[:, -1])
+    assert_differs(Reference(model, "dynamic", exact).decode(ids, SHORT), truth)
 
 
 def test_every_dynamic_method_decodes_one_layer_as_without_a_cache():
     names = [name for name in frequency_methods() if registered_methods()[name].is_dynamic]
     assert set(DYNAMIC) < set(names)
+    model, ids = make_model(num_hidden_layers=1), tokens(END)
+    plain = forward(model, ids)
     for name in names:
-        model, ids = make_model(num_hidden_layers=1), tokens(END)
-        plain = forward(model, ids)
         with rope_patch.patch(model, name):
-            assert_close(step_by_step(model, ids, SHORT)[:, -1], forward(model, ids)[:, -1])
-            assert_differs(forward(model, ids), plain)
+            expected = forward(model, ids)
+            assert_close(step_by_step(model, ids, SHORT)[:, -1], expected[:, -1])
+            assert_differs(expected, plain)
 
 
 # -- up to the trained length, against the unpatched model -----------------------------------------
 
 
-@pytest.mark.parametrize("method", DYNAMIC)
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *(("llama", method) for method in DYNAMIC),
+        *((family, "dynamic-yarn") for family in SHAPES[1:]),
+    ],
+)
 def test_logits_up_to_the_trained_length_are_bitwise_unchanged(family, method):
     model = make_model(family)
     plain = [logits(model, length) for length in (SHORT, TRAINED, LONG)]
@@ -122,14 +128,18 @@ def test_patch_replaces_a_rounded_buffer_by_exact_frequencies():
 
 # -- independent rows ------------------------------------------------------------------------------
 
-ROWS = [tokens(length, seed=length) for length in (30, 200, 90)]
+ROWS = [tokens(length, seed=length) for length in (50, 170, 84)]
 
 
-@pytest.mark.parametrize("method", ["dynamic-yarn", "longrope"])
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("family", SHAPES)
-def test_padded_rows_give_the_logits_of_single_rows(family, side, method):
-    options = LONGROPE if method == "longrope" else {}
+@pytest.mark.parametrize(
+    ("family", "method", "options"),
+    [
+        *((family, "dynamic-yarn", {}) for family in SHAPES),
+        ("llama", "longrope", LONGROPE),
+    ],
+)
+def test_padded_rows_give_the_logits_of_single_rows(family, method, options, side):
     model = make_model(family)
     rope_patch.patch(model, method, **options)
     ids, mask = padded(ROWS, side)
@@ -141,93 +151,64 @@ def test_padded_rows_give_the_logits_of_single_rows(family, side, method):
 @pytest.mark.parametrize("family", SHAPES)
 def test_padded_rows_decode_like_single_rows(family):
     """Decode rows that pass the trained length and growth steps at different times."""
-    model = make_model(family)
-    new = tokens(60, batch=len(ROWS), seed=7)
-    expected_rows = [
-        Reference(model, "dynamic-yarn").decode(torch.cat([row, new_row[None]], 1), row.shape[1])
-        for row, new_row in zip(ROWS, new, strict=True)
+    model, new = make_model(family), tokens(26, batch=len(ROWS), seed=7)
+    expected = [
+        Reference(model, "dynamic-yarn").decode(torch.cat([row, more[None]], 1), row.shape[1])
+        for row, more in zip(ROWS, new, strict=True)
     ]
     rope_patch.patch(model, "dynamic-yarn")
     ids, mask = padded(ROWS, "left")
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-        for step in range(new.shape[1]):
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            positions = positions[:, -1:] + 1
-            got = model(
-                new[:, step : step + 1],
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-            ).logits
-            for row, expected in zip(got, expected_rows, strict=True):
-                assert_close(row[0], expected[0, step - new.shape[1]])
+    ids, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+    got = read_in_parts(model, ids, [170], new_cache(model), mask)
+    for row, truth in zip(got, expected, strict=True):
+        assert_close(row[-26:], truth[0, -26:])
 
 
-def test_earlier_calls_do_not_change_logits():
-    model = make_model()
-    rope_patch.patch(model, "dynamic-yarn")
+def test_earlier_calls_do_not_change_logits(model):
     fresh = logits(model, LONG)
     for length in (TARGET, SHORT, TRAINED + 1):
         logits(model, length)
         assert logits(model, LONG).equal(fresh)
 
 
-def test_two_interleaved_conversations():
-    model, ids, other_ids = make_model(), tokens(LONG), tokens(LONG, seed=9)
-    rope_patch.patch(model, "dynamic-yarn")
+@torch.no_grad()
+def test_two_interleaved_conversations(model):
+    ids, other_ids = tokens(END), tokens(END, seed=9)
     expected = step_by_step(model, ids, SHORT)
-    cache, other_cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    with torch.no_grad():
-        got = [model(ids[:, :SHORT], past_key_values=cache).logits]
-        model(other_ids[:, :100], past_key_values=other_cache)
-        for i in range(SHORT, LONG):
-            got.append(model(ids[:, i : i + 1], past_key_values=cache).logits)
-            if i + 60 < LONG:
-                model(other_ids[:, i + 60 : i + 61], past_key_values=other_cache)
+    cache, other_cache = new_cache(model), new_cache(model)
+    got = [model(ids[:, :SHORT], past_key_values=cache).logits]
+    model(other_ids[:, :80], past_key_values=other_cache)
+    for i in range(SHORT, END):
+        got.append(model(ids[:, i : i + 1], past_key_values=cache).logits)
+        if i + 40 < END:
+            model(other_ids[:, i + 40 : i + 41], past_key_values=other_cache)
     assert torch.cat(got, dim=1).equal(expected)
 
 
-def test_packed_row_has_the_length_of_its_longest_document():
+def test_packed_row_has_the_length_of_its_longest_document(model):
     """Positions restart with each document; the longest document sets the frequencies."""
-    model = make_model()
-    rope_patch.patch(model, "dynamic-yarn")
     first, second = tokens(100), tokens(50, seed=3)
     positions = torch.cat([torch.arange(100), torch.arange(50)])[None]
     packed = forward(model, torch.cat([first, second], 1), position_ids=positions)
     assert_close(packed[:, :100], forward(model, first))
 
 
-def test_decoding_after_a_packed_row():
-    model, ids = make_model(num_hidden_layers=1), tokens(TRAINED + 60)
-    rope_patch.patch(model, "dynamic-yarn")
+def test_decoding_after_a_packed_row(shallow):
+    ids, cache = tokens(TRAINED + 60), new_cache(shallow)
     positions = torch.cat([torch.arange(TRAINED - 10), torch.arange(70)])[None]
-    cache = DynamicCache(config=model.config)
-    start = TRAINED + 40
-    with torch.no_grad():
-        model(ids[:, :start], position_ids=positions[:, :start], past_key_values=cache)
-        for i in range(start, TRAINED + 60):
-            got = model(
-                ids[:, i : i + 1], position_ids=positions[:, i : i + 1], past_key_values=cache
-            ).logits
+    got = read_in_parts(shallow, ids, [TRAINED + 40], cache, positions=positions)
     mask = torch.ones(1, 1, TRAINED + 60, TRAINED + 60, dtype=torch.bool).tril()  # no boundaries
-    whole = forward(model, ids, position_ids=positions, attention_mask=mask)
+    whole = forward(shallow, ids, position_ids=positions, attention_mask=mask)
     assert cache.rotation.row_spans[0, 2] > TRAINED
     assert_close(got[:, -1], whole[:, -1])
 
 
-def test_length_is_the_span_of_positions():
-    model = make_model()
-    rope_patch.patch(model, "dynamic-yarn")
+def test_length_is_the_span_of_positions(model):
     shifted = forward(model, tokens(LONG), position_ids=torch.arange(LONG)[None] + 1000)
     torch.testing.assert_close(shifted, logits(model, LONG), rtol=0, atol=2e-3)
 
 
-def test_empty_row_leaves_other_rows_unchanged():
-    model = make_model()
-    rope_patch.patch(model, "dynamic-yarn")
+def test_empty_row_leaves_other_rows_unchanged(model):
     ids, mask = padded([tokens(LONG), tokens(LONG)[:, :0]], "right")
     assert_close(forward(model, ids, attention_mask=mask)[:1], logits(model, LONG))
 
@@ -253,9 +234,7 @@ def test_frequencies_are_per_row_only_if_rows_differ():
 
 
 @pytest.mark.parametrize("length", [SHORT, TRAINED, TRAINED + 1, 100, TARGET])
-def test_rotary_module_called_directly_uses_its_positions(length):
-    model = make_model()
-    rope_patch.patch(model, "dynamic-yarn")
+def test_rotary_module_called_directly_uses_its_positions(model, length):
     logits(model, LONG)
     cos, _ = model.model.rotary_emb(torch.zeros(1), torch.arange(length)[None])
     factor = stepped(length, TRAINED)
@@ -268,10 +247,8 @@ def test_rotary_module_called_directly_uses_its_positions(length):
     )
 
 
-def test_failed_forward_restores_the_frequencies():
-    model = make_model()
-    rope_patch.patch(model, "dynamic-yarn")
-    cache, ids = DynamicCache(config=model.config), tokens(LONG)
+def test_failed_forward_restores_the_frequencies(model):
+    cache, ids = new_cache(model), tokens(END)
     expected = step_by_step(model, ids, SHORT)
     hook = model.model.layers[0].register_forward_pre_hook(fail)
     with torch.no_grad():
@@ -291,40 +268,19 @@ def fail(*_):
 # -- reads of lengths, and fixed lengths -----------------------------------------------------------
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """Count how often lengths are read from the device."""
-    count = []
-    spans = hooks.first_and_last_positions
-    monkeypatch.setattr(
-        hooks, "first_and_last_positions", lambda *args: count.append(1) or spans(*args)
-    )
-    return count
+def test_decoding_reads_lengths_only_at_growth_steps(model):
+    ids, mask = tokens(END), torch.ones(1, END, dtype=torch.long)
+    with position_reads() as shapes:
+        read_in_parts(model, ids, [SHORT], new_cache(model), mask)
+    steps = 4  # factors 2^(1/4) to 2^(4/4) between 64 and 110 tokens
+    assert shapes.count((1, 2)) == 1 + steps  # the ends of the row's span
 
 
-def test_decoding_reads_lengths_only_at_growth_steps(reads):
-    model, ids = make_model(), tokens(END)
-    rope_patch.patch(model, "dynamic-yarn")
-    positions, mask = torch.arange(END)[None], torch.ones_like(ids)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        for start, end in [(0, SHORT), *((i, i + 1) for i in range(SHORT, END))]:
-            model(
-                ids[:, start:end],
-                position_ids=positions[:, start:end],
-                attention_mask=mask[:, :end],
-                past_key_values=cache,
-            )
-    steps = 9  # factors 2^(1/4) to 2^(9/4) between 64 and 300 tokens
-    assert len(reads) == 1 + steps
-
-
-def test_fixed_length_reads_no_positions(reads):
-    model = make_model()
-    handle = rope_patch.patch(model, "dynamic-yarn")
-    handle.fix_length(TARGET)
-    fixed = logits(model, SHORT)
-    assert not reads
+def test_fixed_length_reads_no_positions(model):
+    rope_patch.current(model).fix_length(TARGET)
+    with position_reads() as shapes:
+        fixed = logits(model, SHORT)
+    assert not shapes
     with rope_patch.patch(model, "yarn", factor=4):
         assert_close(fixed, logits(model, SHORT))
 
@@ -333,8 +289,7 @@ def test_fixed_length_can_be_unset():
     model = make_model()
     plain = logits(model, SHORT)
     handle = rope_patch.patch(model, "dynamic-yarn")
-    cache = DynamicCache(config=model.config)
-    ids = tokens(LONG)
+    cache, ids = new_cache(model), tokens(END)
     expected = step_by_step(model, ids, SHORT)
     handle.fix_length(TARGET)
     assert_differs(logits(model, SHORT), plain)
@@ -351,10 +306,9 @@ def test_fixed_length_can_be_unset():
 
 
 @pytest.mark.parametrize("length", [0, -1, 2.5, "long"])
-def test_fixed_length_must_be_a_number_of_tokens(length):
-    handle = rope_patch.patch(make_model(), "dynamic-yarn")
-    with pytest.raises((ValueError, TypeError), match="length must be"):
-        handle.fix_length(length)
+def test_fixed_length_must_be_a_number_of_tokens(model, length):
+    with pytest.raises((ValueError, TypeError), match="length"):
+        rope_patch.current(model).fix_length(length)
 
 
 def test_fixed_length_does_not_change_a_static_method():
@@ -369,24 +323,19 @@ def test_fixed_length_does_not_change_a_static_method():
 # -- forms of positions and masks ------------------------------------------------------------------
 
 
-def test_int32_positions():
-    model = make_model()
-    rope_patch.patch(model, "dynamic-yarn")
+def test_int32_positions(model):
     narrow = torch.arange(LONG)[None].int()
     assert forward(model, tokens(LONG), position_ids=narrow).equal(logits(model, LONG))
     wide, short = (model.model.rotary_emb(torch.zeros(1), p) for p in (narrow.long(), narrow))
     assert short[0].equal(wide[0])
 
 
-def test_mask_for_all_slots_of_a_static_cache():
+def test_mask_for_all_slots_of_a_static_cache(model):
     """Zeros for slots that are not filled yet are no padding."""
-    model, ids = make_model(), tokens(LONG)
-    rope_patch.patch(model, "dynamic-yarn")
+    ids, cache, got = tokens(END), new_cache(model, StaticCache), []
     expected = step_by_step(model, ids, SHORT)
-    cache = StaticCache(config=model.config, max_cache_len=LONG + 20)
-    got = []
     with torch.no_grad():
-        for start, end in [(0, SHORT), *((i, i + 1) for i in range(SHORT, LONG))]:
+        for start, end in [(0, SHORT), *((i, i + 1) for i in range(SHORT, END))]:
             mask = (torch.arange(LONG + 20)[None] < end).long()
             got.append(model(ids[:, start:end], attention_mask=mask, past_key_values=cache).logits)
     assert_close(torch.cat(got, dim=1), expected)

@@ -1,13 +1,17 @@
 """Test dynamic methods on tokens with three positions, against rotating all keys afresh."""
 
+import copy
+import pickle
+
 import pytest
 import torch
+from helpers.growing_texts import LONGROPE, position_reads
 from helpers.mrope_reference import MRopeReference
 from helpers.reference_rerotation import exact, frequencies
+from helpers.releases import plain_transformers, prompt_lookup
 from helpers.tiny_models import (
-    LONG_FACTOR,
+    BEFORE_5_17,
     OLD_TRANSFORMERS,
-    SHORT_FACTOR,
     TARGET,
     TRAINED,
     assert_close,
@@ -25,23 +29,23 @@ from helpers.vision_models import (
     text_tokens,
     vision_model,
 )
+from torch._dynamo.utils import counters
 from torch.nn.functional import pad
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import rope_patch
 
-LONGROPE = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
-METHODS = ["dynamic", "dynamic-linear", "dynamic-ntk-by-parts", "dynamic-yarn", "longrope"]
+ATTENTION_ONLY = [name for name in SAMPLE if not name.startswith("qwen3_5")]
+prepares_positions = pytest.mark.skipif(
+    OLD_TRANSFORMERS, reason="transformers 5.0 prepares positions in other ways"
+)
 CASES = [
-    *(
-        (model_type, method)
-        for model_type in MODEL_TYPES
-        for method in ("dynamic-yarn", "longrope")
-    ),
-    *(("qwen3_vl", method) for method in METHODS if method not in ("dynamic-yarn", "longrope")),
+    *((model_type, "dynamic-yarn") for model_type in MODEL_TYPES),
+    *((model_type, "longrope") for model_type in SAMPLE),
+    *(("qwen3_vl", f"dynamic{formula}") for formula in ("", "-linear", "-ntk-by-parts")),
 ]
 BEFORE, AFTER = 40, 6  # tokens around the image
-REST = 60  # 4 growth steps from the trained length on
+REST = 40  # 2 growth steps from the trained length on
 
 
 class MixedReference(MRopeReference):
@@ -96,7 +100,7 @@ def test_decoding_after_an_image_matches_rotating_all_keys_afresh(model_type, me
     assert torch.equal(run(model, steps), plain)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", SAMPLE)
 def test_a_second_image_into_the_cache_matches_rotating_all_keys_afresh(model_type):
     model, first, second = (
         vision_model(model_type),
@@ -116,8 +120,10 @@ def test_a_second_image_into_the_cache_matches_rotating_all_keys_afresh(model_ty
     assert_close(run(model, steps), truth)
 
 
-@pytest.mark.parametrize("inner", ["linear", "ntk", "yarn"])
-@pytest.mark.parametrize("model_type", SAMPLE)
+@pytest.mark.parametrize(
+    ("model_type", "inner"),
+    [*((name, "yarn") for name in SAMPLE), ("qwen3_vl", "linear"), ("qwen3_vl", "ntk")],
+)
 def test_mixed_windows_after_an_image_match_rotating_all_keys_afresh(model_type, inner):
     model, steps = vision_model(model_type), with_image()
     truth = MixedReference(model, {"ntk": "dynamic"}.get(inner, f"dynamic-{inner}")).run(steps)
@@ -132,6 +138,8 @@ def test_text_without_position_ids_matches_rotating_all_keys_afresh(model_type):
     truth = MRopeReference(model, "dynamic-yarn").run(steps)
     rope_patch.patch(model, "dynamic-yarn")
     assert_close(run(model, steps), truth)
+    if model_type not in SAMPLE:
+        return
     # As position_ids of one axis, and of three and the mask's.
     at = torch.arange(ids.shape[1])[None]
     for positions in (at, at.expand(1, 1, -1), at.expand(3, 1, -1), at.expand(4, 1, -1)):
@@ -154,18 +162,18 @@ def test_text_rotates_as_in_a_model_with_one_position():
     assert_close(step_by_step(model, ids, 40, cache), step_by_step(plain, ids, 40))
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", SAMPLE)
 def test_chunks_that_cut_an_image_match_rotating_all_keys_afresh(model_type):
     """Chunks end within the image, and single tokens of it have three different positions."""
     model = vision_model(model_type)
-    steps = at_positions([BEFORE + 5, 1, 1, 7, 1, 12, 40, 3])
+    steps = at_positions([BEFORE + 5, 1, 1, 7, 1, 12, 24, 3])
     truth = MRopeReference(model, "dynamic-yarn").run(steps)
     rope_patch.patch(model, "dynamic-yarn")
     assert_close(run(model, steps), truth)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, IMAGE_TOKENS])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", SAMPLE)
 def test_the_largest_position_of_any_axis_counts(model_type, chunk):
     """Each row and column of the image lies beyond the trained length, which time is not."""
     model, before = vision_model(model_type), TRAINED - 2
@@ -201,7 +209,7 @@ def test_one_pass_has_the_frequencies_of_the_largest_position(model_type):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", SAMPLE)
 def test_padded_rows_decode_as_alone(model_type, side):
     """One row has an image, the other is text alone and grows at other tokens."""
     if side == "right" and model_type.startswith("qwen3_5"):
@@ -255,6 +263,194 @@ def test_a_rotary_module_alone_follows_the_largest_position(model_type):
 def test_growth_at_admission_is_refused(model_type):
     """An image has fewer positions than tokens, so a request's tokens say no length."""
     model = vision_model(model_type)
-    with pytest.raises(ValueError, match="use growth='stepped'"):
+    with pytest.raises(ValueError, match="stepped"):
         rope_patch.patch(model, "dynamic-yarn", growth="admission")
     assert rope_patch.current(model) is None
+
+
+# -- caches ----------------------------------------------------------------------------------------
+
+
+@prepares_positions
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_copied_and_pickled_caches_continue(model_type):
+    model = vision_model(model_type)
+    steps = [{"input_ids": ids} for ids in text_tokens(24, seed=5).split(1, 1)]
+    reference = MRopeReference(model, "dynamic-yarn")
+    truth = reference.run([image_prompt(44, 6), *steps])
+    rope_patch.patch(model, "dynamic-yarn")
+    cache = DynamicCache(config=model.config.get_text_config())
+    run(model, [image_prompt(44, 6)], cache)
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert_close(run(model, steps, copied), truth[:, -24:])
+
+
+@prepares_positions
+@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
+def test_a_cropped_cache_continues(model_type):
+    model, rest = vision_model(model_type), text_tokens(24, seed=5)
+    prompt = image_prompt(20, 50)
+    steps = [
+        {"input_ids": rest[:, i : i + 1], "position_ids": torch.full((3, 1, 1), 54 + i)}
+        for i in range(rest.shape[1])
+    ]
+    reference = MRopeReference(model, "dynamic-yarn")
+    cache = reference.new_cache()
+    reference.run([prompt], cache)
+    cache.crop(-24)
+    truth = reference.run(steps, cache)
+    rope_patch.patch(model, "dynamic-yarn")
+    cache = DynamicCache(config=model.config.get_text_config())
+    run(model, [prompt], cache)
+    cache.crop(-24)
+    assert_close(run(model, steps, cache), truth)
+
+
+@prepares_positions
+@pytest.mark.usefixtures("reset_compiler")
+@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
+def test_compiled_steps_match_rotating_all_keys_afresh(model_type):
+    model = vision_model(model_type)
+    steps = [{"input_ids": ids} for ids in text_tokens(24, seed=5).split(1, 1)]
+    for index, step in enumerate(steps):
+        step["position_ids"] = torch.full((3, 1, 1), 58 + index)
+    truth = MRopeReference(model, "dynamic-yarn").run([image_prompt(44, 6), *steps])
+    rope_patch.patch(model, "dynamic-yarn")
+    cache = StaticCache(config=model.config.get_text_config(), max_cache_len=128)
+    prompt = run(model, [image_prompt(44, 6)], cache)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_close(torch.cat([prompt, run(compiled, steps, cache)], 1), truth)
+    assert not counters["graph_break"]
+
+
+# -- generate --------------------------------------------------------------------------------------
+
+NEW = 24  # from 58 positions over the trained length and a growth step
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+FULL = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+
+
+def generate(model, inputs, **options):
+    """Return new tokens and their logits, `[S, B, V]`."""
+    out = model.generate(**inputs, **{**FULL, **options})
+    return out.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(out.logits), out
+
+
+def truth_of(model, inputs, **options):
+    reference = MRopeReference(model, "dynamic-yarn")
+    return generate(reference.model, inputs, past_key_values=reference.new_cache(), **options)
+
+
+@prepares_positions
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_positions_continue_from_the_largest_behind_an_image(model_type):
+    model, inputs = vision_model(model_type), image_prompt(44, 6)
+    with position_reads() as own_reads:
+        plain_logits = generate(model, inputs)[1]
+    expected, expected_logits, _ = truth_of(model, inputs)
+    rope_patch.patch(model, "dynamic-yarn")
+    with position_reads() as reads:
+        ids, logits, out = generate(model, inputs)
+    assert torch.equal(ids, expected)
+    assert_close(logits, expected_logits)
+    assert_differs(logits, plain_logits)
+    # 52 tokens of text, and 24 of an image that takes 6 positions; the last token is not cached.
+    assert inputs["input_ids"].shape[1] == 52 + IMAGE_TOKENS
+    assert out.past_key_values.rotation.positions[0, -1].tolist() == [52 + 6 + NEW - 2] * 3
+    # transformers counts positions from then on; up to 5.10 some models prepare theirs themselves.
+    more = reads.count((1, 3)) - own_reads.count((1, 3))  # of a token on three axes
+    assert more <= (NEW - 1 if BEFORE_5_17 else 1)
+
+
+@prepares_positions
+def test_a_prompt_may_end_with_an_image():
+    """The next tokens have three different positions, which transformers counts one by one."""
+    model, inputs = vision_model(MODEL_TYPES[0]), image_prompt(40, 0)
+    for name in ("input_ids", "mm_token_type_ids"):
+        inputs[name] = inputs[name][:, :-1]
+    expected, expected_logits, _ = truth_of(model, inputs)
+    rope_patch.patch(model, "dynamic-yarn")
+    ids, logits, out = generate(model, inputs)
+    assert torch.equal(ids, expected)
+    assert_close(logits, expected_logits)
+    assert len(set(out.past_key_values.rotation.positions[0, -1].tolist())) == 3
+
+
+@prepares_positions
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_beams_match_rotating_all_keys_afresh(model_type):
+    model, inputs = vision_model(model_type), image_prompt(44, 6)
+    reference = MRopeReference(model, "dynamic-yarn")
+    cache = reference.new_cache()
+    expected = reference.model.generate(**inputs, **GREEDY, num_beams=3, past_key_values=cache)
+    rope_patch.patch(model, "dynamic-yarn")
+    assert torch.equal(model.generate(**inputs, **GREEDY, num_beams=3), expected)
+
+
+@prepares_positions
+@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
+def test_assisted_decoding_gives_the_same_tokens(model_type):
+    model, inputs = vision_model(model_type, spread=0.2), image_prompt(44, 6)
+    expected = truth_of(model, inputs)[0]
+    assert len(expected.unique()) > 5
+    rope_patch.patch(model, "dynamic-yarn")
+    assert torch.equal(generate(model, inputs, **prompt_lookup(4))[0], expected)
+    assistant = copy.deepcopy(model)
+    assert torch.equal(generate(model, inputs, assistant_model=assistant)[0], expected)
+
+
+def image_and_text():
+    """Return inputs of two rows, padded on the left: one with an image, one of text."""
+    rows = [image_prompt(44, 6), image_prompt(44, 6)]
+    ids = text_tokens(48, seed=9)
+    width = rows[0]["input_ids"].shape[1]
+    batch = {**rows[0], "input_ids": torch.cat([rows[0]["input_ids"], pad(ids, (width - 48, 0))])}
+    batch["mm_token_type_ids"] = pad(rows[0]["mm_token_type_ids"], (0, 0, 0, 1))
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, : width - 48] = 0
+    return [rows[0], {"input_ids": ids}], {**batch, "attention_mask": mask}
+
+
+@prepares_positions
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_padded_rows_generate_as_alone(model_type, cache):
+    model = vision_model(model_type)
+    rows, batch = image_and_text()
+    with plain_transformers():
+        generate(model, batch, cache_implementation=cache)
+    truths = [truth_of(model, row) for row in rows]
+    rope_patch.patch(model, "dynamic-yarn")
+    ids, logits, _ = generate(model, batch, cache_implementation=cache)
+    for index, (expected, expected_logits, _) in enumerate(truths):
+        assert torch.equal(ids[index], expected[0])
+        assert_close(logits[:, index], expected_logits[:, 0])
+
+
+@prepares_positions
+@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
+def test_a_second_turn_continues_the_cache(model_type):
+    """transformers passes `[1, B, S]` positions there."""
+    model, first = vision_model(model_type), image_prompt(10, 4)
+    reference = MRopeReference(model, "dynamic-yarn")
+    rope_patch.patch(model, "dynamic-yarn")
+    results = []
+    for each, cache in ((reference.model, reference.new_cache()), (model, None)):
+        sequences, _, out = generate(each, first, max_new_tokens=20, past_key_values=cache)
+        ids = torch.cat([first["input_ids"], sequences, text_tokens(8, seed=4)], dim=1)
+        results.append(generate(each, {"input_ids": ids}, past_key_values=out.past_key_values))
+    (expected, expected_logits, _), (ids, logits, _) = results
+    assert torch.equal(ids, expected)
+    assert_close(logits, expected_logits)
+
+
+@prepares_positions
+def test_positions_counted_from_a_longer_mask_are_refused():
+    """transformers counts a mask that includes cached tokens as new ones."""
+    model = vision_model(MODEL_TYPES[0])
+    rope_patch.patch(model, "dynamic-yarn")
+    cache = DynamicCache(config=model.config.get_text_config())
+    run(model, [image_prompt(44, 6)], cache)
+    step = {"input_ids": text_tokens(1), "attention_mask": torch.ones(1, 77, dtype=torch.long)}
+    with pytest.raises(ValueError, match="position_ids of 1 tokens, got 77"):
+        run(model, [step], cache)

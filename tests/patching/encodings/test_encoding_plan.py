@@ -4,46 +4,76 @@ from __future__ import annotations
 
 import pytest
 import torch
+from architectures.text_models import tiny_text_model
 from helpers.encoding_models import encoding_model, token_logits
+from helpers.releases import plain_transformers, require_model
 
 import rope_patch
 
 GPT2, T5, BLOOM = "GPT2LMHeadModel", "T5ForConditionalGeneration", "BloomForCausalLM"
 
 
+LONGER = {"factor": 2, "trained_length": 40}
+
+
 @pytest.mark.parametrize(
-    ("family", "method", "arguments", "message"),
+    ("family", "method", "arguments", "fact"),
     [
-        (
-            GPT2,
-            "yarn",
-            {"factor": 4},
-            r"'yarn' does not extend .* \(learned\): expected one of lin",
-        ),
+        (GPT2, "yarn", {"factor": 4}, r"\(learned\).* linear"),
         (GPT2, "cubik", {"factor": 4}, "did you mean 'cubic'"),
-        (GPT2, "dynamic-linear", {}, "expected one of linear, cubic, tile"),
-        (GPT2, "linear", {}, "exactly one of factor and length, got neither"),
+        (GPT2, "dynamic-linear", {}, "linear, cubic, tile"),
+        (GPT2, "linear", {}, "factor and length"),
         (GPT2, "linear", {"factor": 1}, "would change nothing"),
         (GPT2, "linear", {"factor": 0.5}, "at least 1"),
-        (GPT2, "linear", {"factor": 2, "trained_length": 99}, "has 40 positions.*got trained"),
-        (GPT2, "linear", {"factor": 2, "beta_fast": 3}, "no options for learned positions"),
-        (GPT2, "linear", {"factor": 2, "kernels": "triton"}, "is for models that rotate"),
-        (GPT2, "linear", {"factor": 2, "layer_types": ["encoder"]}, "this model has decoder"),
-        (T5, "log-tail", {"factor": 2}, "name them, for example trained_length="),
-        (T5, "log-tail", {"factor": 2, "trained_length": 16}, "at least 17 tokens"),
+        (GPT2, "linear", {"factor": 2, "trained_length": 99}, "40 positions"),
+        (GPT2, "linear", {"factor": 2, "beta_fast": 3}, "no options"),
+        (GPT2, "linear", {"factor": 2, "kernels": "triton"}, "models that rotate"),
+        (GPT2, "linear", {"factor": 2, "layer_types": ["encoder"]}, "decoder"),
+        (T5, "log-tail", {"factor": 2}, "trained_length="),
+        (T5, "log-tail", {"factor": 2, "trained_length": 16}, "at least 17"),
         (T5, "max-distance", {"factor": 1, "trained_length": 40}, "would change nothing"),
-        (BLOOM, "ntk", {"factor": 2}, "name them, for example trained_length="),
-        ("MPNetForMaskedLM", "linear", {"factor": 2}, "fixed numbers in mpnet.encoder"),
+        (BLOOM, "ntk", {"factor": 2}, "trained_length="),
+        (BLOOM, "ntk", {**LONGER, "exakt": True}, "did you mean 'exact'"),
+        (BLOOM, "ntk", {**LONGER, "exact": "yes"}, "True or False"),
+        ("MptForCausalLM", "ntk", {**LONGER, "exact": True}, "no options.*MptForCausalLM"),
+        ("MPNetForMaskedLM", "linear", {"factor": 2}, "fixed numbers"),
     ],
 )
-def test_refused_requests_change_nothing(family, method, arguments, message):
+def test_refused_requests_change_nothing(family, method, arguments, fact):
     model = encoding_model(family)
     before, config = token_logits(model, 20), model.config.to_dict()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=fact):
         rope_patch.patch(model, method, **arguments)
     assert rope_patch.current(model) is None
     assert model.config.to_dict() == config
     assert torch.equal(token_logits(model, 20), before)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("deberta", "disentangled attention"),
+        ("xlnet", r"sinusoids of distances .*r_r_bias"),
+        ("wavlm", "gated by what each query holds"),
+        ("prophetnet", "the one cannot be stretched without the other"),
+        ("layoutlmv3", "columns of a linear map"),
+        ("roformer", "rotates queries and keys by a fixed table"),
+        ("inkling_text", "computed from the tokens"),
+        ("reformer", "a grid of fixed shape"),
+        ("luke", r"entity_embeddings\.position_embeddings\.weight grows with its length"),
+        ("pegasus_x", "no table to stretch"),
+        ("encoder-decoder", r"extend each by itself, for example rope_patch\.patch\(model\.dec"),
+        ("mamba", "no positions to extend, and reads any length"),
+        ("rwkv", "recurrence alone"),
+    ],
+)
+def test_other_encodings_are_refused_with_the_reason(model_type, message):
+    require_model(model_type)
+    with plain_transformers():  # some releases build no encoder-decoder without its parts
+        model = tiny_text_model(model_type)
+    with pytest.raises(rope_patch.Refused, match=message):
+        rope_patch.patch(model, "linear", factor=2, trained_length=64)
+    assert rope_patch.current(model) is None
 
 
 def test_asking_a_model_draws_no_random_numbers():

@@ -1,4 +1,4 @@
-"""ALiBi built from distances: against float64, with masks and caches, in half precision."""
+"""ALiBi: against transformers' own code with other slopes, and built from distances in float64."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import pickle
 
 import pytest
 import torch
-from helpers.encoding_models import encoding_model
+from helpers.encoding_models import encoding_model, token_logits
 from helpers.no_copies import NoCopies
 from helpers.releases import plain_transformers
 from transformers import StaticCache
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.bloom import modeling_bloom
+from transformers.models.falcon import modeling_falcon
 
 import rope_patch
 
@@ -44,6 +45,104 @@ def masks(length):
     right[1, -13:] = 0
     holes[0, 20:30] = 0
     return {"whole": whole, "left": left, "right": right, "holes": holes}
+
+
+def scale_of(method, heads):
+    """Return what each head's slope is multiplied by, from the slopes' own logarithms."""
+    biases = modeling_bloom.build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)
+    slopes = biases.view(heads, 2)[:, 1].double()
+    if method == "linear":
+        return torch.full((heads,), 1 / FACTOR, dtype=torch.float64)
+    logs = slopes.log()
+    return FACTOR ** -((logs.max() - logs) / (logs.max() - logs.min()))
+
+
+@pytest.mark.parametrize(
+    ("heads", "method", "masked"),
+    [(4, "linear", True), (4, "ntk", False), (6, "ntk", True), (6, "linear", False)],
+)
+def test_bloom_equals_its_own_code_with_other_slopes(heads, method, masked, monkeypatch):
+    model = encoding_model("BloomForCausalLM", n_head=heads)
+    mask = torch.ones(2, 100, dtype=torch.long)
+    mask[0, :9] = 0
+    arguments = {"attention_mask": mask} if masked else {}
+    with rope_patch.patch(model, method, factor=FACTOR, trained_length=TRAINED):
+        got = token_logits(model, 100, **arguments)
+    # Newer releases have the slopes in a function of their own.
+    names = ("_get_alibi_slopes", "build_alibi_tensor")
+    name = next(each for each in names if hasattr(modeling_bloom, each))
+    own, scale = getattr(modeling_bloom, name), scale_of(method, heads).float()
+
+    def scaled(*args):
+        result = own(*args)
+        return result * scale.repeat(len(result) // heads).view(-1, *[1] * (result.ndim - 1))
+
+    monkeypatch.setattr(modeling_bloom, name, scaled)
+    torch.testing.assert_close(got, token_logits(model, 100, **arguments), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+@pytest.mark.parametrize("method", ["linear", "ntk"])
+def test_mpt_equals_its_own_code_with_other_slopes(heads, method):
+    model = encoding_model("MptForCausalLM", n_heads=heads, max_seq_len=TRAINED)
+    with pytest.raises(RuntimeError):
+        token_logits(model, 100)
+    with rope_patch.patch(model, method, factor=FACTOR):
+        assert model.config.max_seq_len == FACTOR * TRAINED
+        got = token_logits(model, 100)
+        beyond = token_logits(model, FACTOR * TRAINED + 30)
+    assert beyond.isfinite().all()
+    model.config.max_seq_len = FACTOR * TRAINED
+    own, scale = model.transformer.build_mpt_alibi_tensor, scale_of(method, heads).float()
+    model.transformer.build_mpt_alibi_tensor = lambda *args, **kwargs: (
+        own(*args, **kwargs) * scale[:, None, None]
+    )
+    torch.testing.assert_close(got, token_logits(model, 100), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["linear", "ntk"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_falcon_equals_its_own_code_with_other_slopes(method, implementation, monkeypatch):
+    model = encoding_model("FalconForCausalLM", num_attention_heads=4)
+    model.set_attn_implementation(implementation)
+    with rope_patch.patch(model, method, factor=FACTOR, trained_length=TRAINED):
+        got = token_logits(model, 100)
+    own, scale = modeling_falcon.build_alibi_tensor, scale_of(method, 4).float()
+
+    def scaled(mask, heads, dtype):
+        alibi = own(mask, heads, dtype=dtype).view(len(mask), heads, 1, -1)
+        return (alibi * scale[:, None, None]).view(-1, 1, mask.shape[1])
+
+    monkeypatch.setattr(modeling_falcon, "build_alibi_tensor", scaled)
+    torch.testing.assert_close(got, token_logits(model, 100), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", HEAD_FIELDS)
+def test_alibi_in_a_cache_equals_one_forward(family):
+    model = alibi_model(family)
+    rope_patch.patch(model, "ntk", factor=FACTOR, trained_length=TRAINED)
+    ids = torch.arange(10, 80)[None]
+    cache = model(ids[:, :50], use_cache=True).past_key_values
+    steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(50, 70)]
+    expected = model(ids).logits[:, 50:]
+    torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", HEAD_FIELDS)
+@pytest.mark.parametrize("formula", ["linear", "ntk"])
+def test_dynamic_alibi_follows_the_text(family, formula):
+    model = alibi_model(family)
+    short = token_logits(model, TRAINED)
+    with rope_patch.patch(model, f"dynamic-{formula}", trained_length=TRAINED) as handle:
+        assert "any length" in handle.summary()
+        assert torch.equal(token_logits(model, TRAINED), short)
+        got = token_logits(model, 3 * TRAINED)
+    with rope_patch.patch(model, formula, factor=3, trained_length=TRAINED):
+        torch.testing.assert_close(got, token_logits(model, 3 * TRAINED), rtol=1e-5, atol=1e-6)
+    assert torch.equal(token_logits(model, TRAINED), short)
+
+
+# -- biases built from distances -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padding", [None, "whole", "left", "right", "holes"])
@@ -98,13 +197,19 @@ def handed_bias(model, mask, **arguments):
 
 
 def scaled_slopes():
-    slopes = build_alibi_tensor(torch.ones(1, 2), HEADS, torch.float32)[:, 0, 1].double()
-    return slopes * FACTOR ** -(torch.arange(HEADS) / (HEADS - 1))
+    """Return the slopes that `ntk` gives, `[heads]`, in float64."""
+    biases = modeling_bloom.build_alibi_tensor(torch.ones(1, 2), HEADS, torch.float32)
+    return biases[:, 0, 1].double() * scale_of("ntk", HEADS)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("padding", ["whole", "left", "right", "holes"])
-def test_half_precision_gets_distances_rounded_once(dtype, padding):
+@pytest.mark.parametrize(
+    ("padding", "dtype"),
+    [
+        *((padding, torch.bfloat16) for padding in ("whole", "left", "right", "holes")),
+        ("left", torch.float16),
+    ],
+)
+def test_half_precision_gets_distances_rounded_once(padding, dtype):
     model, mask = alibi_model("BloomForCausalLM").to(dtype), masks(160)[padding]
     got = handed_bias(model, mask).double()
     position = (mask.cumsum(-1) - 1).double()
@@ -160,8 +265,6 @@ def test_bfloat16_comes_closer_to_float64():
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("padding", ["whole", "left"])
 def test_falcon_equals_its_own_code_without_rounding(implementation, padding, monkeypatch):
-    from transformers.models.falcon import modeling_falcon
-
     model, mask = alibi_model("FalconForCausalLM").double(), masks(160)[padding]
     model.set_attn_implementation(implementation)
     with rope_patch.patch(model, "ntk", factor=FACTOR, trained_length=TRAINED):
@@ -222,6 +325,7 @@ def test_a_patched_model_is_copied_and_pickled():
         assert torch.equal(copied(IDS).logits, expected)
 
 
+@pytest.mark.usefixtures("reset_compiler")
 @pytest.mark.parametrize(
     ("family", "method"), [("BloomForCausalLM", "ntk"), ("MptForCausalLM", "dynamic-linear")]
 )
@@ -230,24 +334,8 @@ def test_compiled_graphs_stay_whole(family, method):
     length = {} if method == "dynamic-linear" else {"factor": FACTOR}
     rope_patch.patch(model, method, trained_length=TRAINED, **length)
     expected = model(IDS, use_cache=False).logits
-    torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(compiled(IDS, use_cache=False).logits, expected)
-
-
-@pytest.mark.parametrize(
-    ("family", "arguments", "message"),
-    [
-        ("MptForCausalLM", {"exact": True}, "no options for alibi positions of MptForCausalLM"),
-        ("BloomForCausalLM", {"exakt": True}, "has the option exact .*got exakt.*mean 'exact'"),
-        ("BloomForCausalLM", {"exact": "yes"}, "exact must be True or False"),
-    ],
-)
-def test_options_that_a_model_does_not_have_are_refused(family, arguments, message):
-    model = alibi_model(family)
-    with pytest.raises((ValueError, TypeError), match=message):
-        rope_patch.patch(model, "ntk", factor=2, trained_length=TRAINED, **arguments)
-    assert rope_patch.current(model) is None
 
 
 def assert_no_copies(model):

@@ -1,4 +1,4 @@
-"""Scaled ALiBi slopes and squeezed T5 buckets: against transformers' own code with other inputs."""
+"""T5's buckets: squeezed distances, against transformers' own code with other inputs."""
 
 from __future__ import annotations
 
@@ -7,123 +7,26 @@ import math
 import pytest
 import torch
 import transformers
+from architectures.text_models import tiny_text_model
 from helpers.encoding_models import LENGTH, encoding_model, token_logits
 from helpers.releases import plain_transformers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
-from transformers.models.bloom import modeling_bloom
+from transformers.models.longt5 import modeling_longt5
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import rope_patch
 
-ALIBI = {"BloomForCausalLM": "n_head", "MptForCausalLM": "n_heads"}
-ALIBI["FalconForCausalLM"] = "num_attention_heads"
 FACTOR = 4
+TRAINED = 64  # of `tiny_text_model`
+IDS = torch.arange(10, 110)[None]
 
 
-def alibi_model(family, heads=4):
-    fields = {ALIBI[family]: heads}
-    if family == "MptForCausalLM":
-        fields["max_seq_len"] = LENGTH
-    return encoding_model(family, **fields)
-
-
-def scale_of(method, heads):
-    """Return what each head's slope is multiplied by, from the slopes' own logarithms."""
-    biases = modeling_bloom.build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)
-    slopes = biases.view(heads, 2)[:, 1].double()
-    if method == "linear":
-        return torch.full((heads,), 1 / FACTOR, dtype=torch.float64)
-    logs = slopes.log()
-    return FACTOR ** -((logs.max() - logs) / (logs.max() - logs.min()))
-
-
-@pytest.mark.parametrize("heads", [4, 6])
-@pytest.mark.parametrize("method", ["linear", "ntk"])
-@pytest.mark.parametrize("masked", [True, False])
-def test_bloom_equals_its_own_code_with_other_slopes(heads, method, masked, monkeypatch):
-    model = alibi_model("BloomForCausalLM", heads)
-    mask = torch.ones(2, 100, dtype=torch.long)
-    mask[0, :9] = 0
-    arguments = {"attention_mask": mask} if masked else {}
-    with rope_patch.patch(model, method, factor=FACTOR, trained_length=LENGTH):
-        got = token_logits(model, 100, **arguments)
-    # Newer releases have the slopes in a function of their own.
-    name = (
-        "_get_alibi_slopes"
-        if hasattr(modeling_bloom, "_get_alibi_slopes")
-        else "build_alibi_tensor"
-    )
-    own, scale = getattr(modeling_bloom, name), scale_of(method, heads).float()
-
-    def scaled(*args):
-        result = own(*args)
-        return result * scale.repeat(len(result) // heads).view(-1, *[1] * (result.ndim - 1))
-
-    monkeypatch.setattr(modeling_bloom, name, scaled)
-    torch.testing.assert_close(got, token_logits(model, 100, **arguments), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("heads", [4, 6])
-@pytest.mark.parametrize("method", ["linear", "ntk"])
-def test_mpt_equals_its_own_code_with_other_slopes(heads, method):
-    model = alibi_model("MptForCausalLM", heads)
-    with pytest.raises(RuntimeError):
-        token_logits(model, 100)
-    with rope_patch.patch(model, method, factor=FACTOR):
-        assert model.config.max_seq_len == FACTOR * LENGTH
-        got = token_logits(model, 100)
-        beyond = token_logits(model, FACTOR * LENGTH + 30)
-    assert beyond.isfinite().all()
-    model.config.max_seq_len = FACTOR * LENGTH
-    own, scale = model.transformer.build_mpt_alibi_tensor, scale_of(method, heads).float()
-    model.transformer.build_mpt_alibi_tensor = lambda *args, **kwargs: (
-        own(*args, **kwargs) * scale[:, None, None]
-    )
-    torch.testing.assert_close(got, token_logits(model, 100), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("method", ["linear", "ntk"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_falcon_equals_its_own_code_with_other_slopes(method, implementation, monkeypatch):
-    from transformers.models.falcon import modeling_falcon
-
-    model = alibi_model("FalconForCausalLM")
-    model.set_attn_implementation(implementation)
-    with rope_patch.patch(model, method, factor=FACTOR, trained_length=LENGTH):
-        got = token_logits(model, 100)
-    own, scale = modeling_falcon.build_alibi_tensor, scale_of(method, 4).float()
-
-    def scaled(mask, heads, dtype):
-        alibi = own(mask, heads, dtype=dtype).view(len(mask), heads, 1, -1)
-        return (alibi * scale[:, None, None]).view(-1, 1, mask.shape[1])
-
-    monkeypatch.setattr(modeling_falcon, "build_alibi_tensor", scaled)
-    torch.testing.assert_close(got, token_logits(model, 100), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("family", ALIBI)
-def test_alibi_in_a_cache_equals_one_forward(family):
-    model = alibi_model(family)
-    rope_patch.patch(model, "ntk", factor=FACTOR, trained_length=LENGTH)
-    ids = torch.arange(10, 80)[None]
-    cache = model(ids[:, :50], use_cache=True).past_key_values
-    steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(50, 70)]
-    expected = model(ids).logits[:, 50:]
-    torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", ALIBI)
-@pytest.mark.parametrize("formula", ["linear", "ntk"])
-def test_dynamic_alibi_follows_the_text(family, formula):
-    model = alibi_model(family)
-    short = token_logits(model, LENGTH)
-    with rope_patch.patch(model, f"dynamic-{formula}", trained_length=LENGTH) as handle:
-        assert "any length" in handle.summary()
-        assert torch.equal(token_logits(model, LENGTH), short)
-        got = token_logits(model, 3 * LENGTH)
-    with rope_patch.patch(model, formula, factor=3, trained_length=LENGTH):
-        torch.testing.assert_close(got, token_logits(model, 3 * LENGTH), rtol=1e-5, atol=1e-6)
-    assert torch.equal(token_logits(model, LENGTH), short)
+def squeezed(distance, exact, trained):
+    """Return the distance that `log-tail` reads instead, from its formula in the reference."""
+    if distance < exact:
+        return distance
+    power = math.log(trained / exact) / math.log(FACTOR * trained / exact)
+    return math.floor(exact * (distance / exact) ** power + 1e-9)
 
 
 def t5_attention(model, part):
@@ -134,19 +37,8 @@ def t5_attention(model, part):
 @pytest.mark.parametrize(
     ("method", "moved"),
     [
-        ("linear", lambda r, exact: r * LENGTH // (FACTOR * LENGTH)),
-        (
-            "log-tail",
-            lambda r, exact: (
-                r
-                if r < exact
-                else math.floor(
-                    exact
-                    * (r / exact) ** (math.log(LENGTH / exact) / math.log(FACTOR * LENGTH / exact))
-                    + 1e-9
-                )
-            ),
-        ),
+        ("linear", lambda distance, exact: distance // FACTOR),
+        ("log-tail", lambda distance, exact: squeezed(distance, exact, LENGTH)),
     ],
 )
 def test_t5_reads_buckets_at_squeezed_distances(part, method, moved):
@@ -247,10 +139,14 @@ def test_dynamic_t5_follows_the_tokens_in_a_static_cache(family, method):
     assert (got - plain)[:, LENGTH:].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("method", ["dynamic-log-tail", "dynamic-linear"])
 @pytest.mark.parametrize(
-    "family", ["T5ForConditionalGeneration", "UMT5ForConditionalGeneration", "MT5EncoderModel"]
+    ("family", "method", "implementation"),
+    [
+        ("T5ForConditionalGeneration", "dynamic-log-tail", "sdpa"),
+        ("T5ForConditionalGeneration", "dynamic-linear", "eager"),
+        ("UMT5ForConditionalGeneration", "dynamic-log-tail", "eager"),
+        ("MT5EncoderModel", "dynamic-linear", "sdpa"),
+    ],
 )
 def test_dynamic_t5_counts_tokens_and_no_padding(family, method, implementation):
     if family.startswith("MT5"):
@@ -313,3 +209,65 @@ def test_dynamic_longt5_counts_tokens_and_no_padding():
             got = model.get_encoder()(padded, attention_mask=(padded > 0).long())[0]
     torch.testing.assert_close(*plain, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got[:, : 2 * LENGTH], want, rtol=1e-4, atol=1e-4)
+
+
+# -- relatives of T5 -------------------------------------------------------------------------------
+
+
+def test_longt5_squeezes_distances_between_blocks_and_keeps_its_window():
+    model = tiny_text_model("longt5, transient-global")
+    attention = model.encoder.block[0].layer[0].TransientGlobalSelfAttention
+    block, trained = 4, TRAINED // 4
+    mask = torch.ones(1, FACTOR * TRAINED, dtype=torch.long)
+    segments = torch.ones(1, FACTOR * trained, dtype=torch.long)
+    local, side = attention.compute_bias(32), attention.compute_side_bias(mask, segments)
+    with rope_patch.patch(model, "log-tail", factor=FACTOR, trained_length=TRAINED) as handle:
+        assert "blocks of 4 tokens" in handle.summary()
+        assert torch.equal(attention.compute_bias(32), local)
+        got = attention.compute_side_bias(mask, segments)
+    relative = modeling_longt5._make_side_relative_position_ids(mask, block)
+    assert relative.max() == FACTOR * trained - 1
+    lookup = torch.tensor([squeezed(r, 8, trained) for r in range(FACTOR * trained)])
+    distances = relative.sign() * lookup[relative.abs()]
+    largest = attention.relative_attention_max_distance
+    bucket = attention._relative_position_bucket(distances, True, 32, largest)
+    expected = attention.global_relative_attention_bias(bucket).permute(0, 3, 1, 2)
+    assert torch.equal(got, expected)
+    assert not torch.equal(got, side)
+    assert torch.equal(attention.compute_side_bias(mask, segments), side)
+
+
+@pytest.mark.parametrize("method", ["log-tail", "dynamic-log-tail"])
+def test_longt5_is_asked_for_a_block_more_than_it_tells_apart(method):
+    """Eight blocks of four tokens have a bucket of their own, so the ninth is the first to move."""
+    model = tiny_text_model("longt5, transient-global")
+    length = {} if method.startswith("dynamic") else {"factor": FACTOR}
+    with pytest.raises(rope_patch.Refused, match=r"36 tokens.*35"):
+        rope_patch.patch(model, method, trained_length=35, **length)
+    with rope_patch.patch(model, method, trained_length=36, **length):
+        model.encoder(IDS)
+
+
+def test_longt5_with_a_window_has_no_new_distances_in_its_encoder():
+    model = tiny_text_model("longt5")
+    before = model.encoder(IDS).last_hidden_state
+    with rope_patch.patch(model, "log-tail", factor=FACTOR, trained_length=TRAINED) as handle:
+        assert [site.part for site in handle.sites] == ["decoder"]
+        assert torch.equal(model.encoder(IDS).last_hidden_state, before)
+
+
+def test_udop_squeezes_distances_in_the_text_and_keeps_those_on_the_page():
+    model, size = tiny_text_model("udop"), FACTOR * TRAINED
+    text, across, down = model.encoder.relative_bias.biases
+    mask = torch.ones(1, size, dtype=torch.long)
+    boxes = torch.rand(1, size, 4, generator=torch.Generator().manual_seed(0))
+    own = [bias(mask, boxes) for bias in (across, down)]
+    with rope_patch.patch(model, "log-tail", factor=FACTOR, trained_length=TRAINED):
+        got = text(mask, boxes)[0]
+        assert all(torch.equal(b(mask, boxes), o) for b, o in zip((across, down), own, strict=True))
+    relative = torch.arange(size)[None] - torch.arange(size)[:, None]
+    lookup = torch.tensor([squeezed(r, 8, TRAINED) for r in range(size)])
+    distances = relative.sign() * lookup[relative.abs()]
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    bucket = attention._relative_position_bucket(distances, True, 32, 128)
+    assert torch.equal(got, text.relative_attention_bias(bucket).permute(2, 0, 1))
