@@ -12,7 +12,17 @@ from rope_patch.patching.handle import Patch, current
 from rope_patch.patching.replacement.entry_point import encode
 from rope_patch.patching.replacement.registry import list_encodings
 from rope_patch.patching.restoration import restore
+from rope_patch.utils.front import front
 
+_lazy, __getattr__, __dir__ = front(
+    __name__,
+    {
+        "architecture.probe": "reference_frequencies",
+        "architecture.rotary_modules": "find_rotaries",
+        "architecture.rotary_traits": "RotaryTraits",
+        "length_warning": "silence_length_warnings",
+    },
+)
 __all__ = [
     "Patch",
     "check",
@@ -25,4 +35,5 @@ __all__ = [
     "prove",
     "restore",
     "unpatch",
+    *_lazy,
 ]
