@@ -235,7 +235,7 @@ DEFECTS = [
         "",
         (
             f"{_TESTS}/attention_kernels/test_attention_forward.py::test_hooks_on_a_norm_get_its_output",
-            f"{_TESTS}/attention_kernels/test_deferred_norms.py::test_changes_between_forwards_take_effect_at_once",
+            f"{_TESTS}/attention_kernels/test_attention_forward.py::test_changes_between_forwards_take_effect_at_once",
         ),
     ),
     Defect(
@@ -244,7 +244,7 @@ DEFECTS = [
         "        finally:\n            end_deferral()\n",
         "        finally:\n            pass\n",
         (
-            f"{_TESTS}/attention_kernels/test_deferred_norms.py::test_error_within_an_attention_leaves_nothing_behind",
+            f"{_TESTS}/attention_kernels/test_attention_forward.py::test_error_within_an_attention_leaves_nothing_behind",
         ),
     ),
     Defect(
