@@ -92,7 +92,8 @@ test-oldest: $(VENV)/installed
 	$(OLDEST)/bin/python -I -c "import rope_patch; assert '$(OLDEST)' in rope_patch.__file__"
 	$(RECORD) $(OLDEST)/bin/pytest -p recording --record $(RUNS)/oldest.json tests/methods \
 		tests/pretrained/test_loading.py tests/pretrained/test_saving.py \
-		tests/patching/architecture/test_families.py tests/patching/test_undo_log.py \
+		tests/patching/architecture/test_families.py \
+		tests/patching/test_every_patch.py tests/patching/test_undo_log.py \
 		tests/patching/position_maps/test_mapped_attention.py \
 		tests/patching/dynamic/test_length_hooks.py \
 		tests/patching/dynamic/test_dynamic_generation.py

@@ -18,7 +18,11 @@ _lazy, __getattr__, __dir__ = front(
     __name__,
     {
         "architecture.key_layout": "KeyLayout",
+        "architecture.probe": "reference_frequencies",
+        "architecture.rotary_modules": "find_rotaries",
+        "architecture.rotary_traits": "RotaryTraits",
         "dynamic.rerotation": "KeyRerotation",
+        "length_warning": "silence_length_warnings",
         "position_maps.forward_view": "ForwardView",
         "position_maps.masked": "attend_masked",
         "position_maps.pieces": "cut_region",
@@ -27,7 +31,6 @@ _lazy, __getattr__, __dir__ = front(
     },
 )
 __all__ = [
-    *_lazy,
     "Patch",
     "check",
     "check_encoding",
@@ -39,4 +42,5 @@ __all__ = [
     "prove",
     "restore",
     "unpatch",
+    *_lazy,
 ]

@@ -6,8 +6,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from helpers.tiny_models import BEFORE_5_17
-from rope_patch.patching.architecture.probe import reference_frequencies
-from rope_patch.patching.architecture.rotary_modules import find_rotaries
+from rope_patch.patching import find_rotaries, reference_frequencies
 from rope_patch.patching.mla_scale import config_mscale, find_mla_attentions
 
 PLAIN = {"rope_type": "default", "rope_theta": 5e5}

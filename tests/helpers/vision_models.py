@@ -4,7 +4,7 @@ import torch
 import transformers
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
-from helpers.tiny_models import SIZES
+from helpers.tiny_models import SIZES, make_config
 
 IMAGE, VIDEO, VISION_START, VISION_END = 4, 5, 6, 7
 GRID = (1, 8, 12)  # an image in patches: time, height, width
@@ -98,6 +98,22 @@ def vision_model(model_type, seed=0, spread=0.1, **changes):
             if parameter.ndim >= 2:
                 parameter.normal_(0, spread)
     return model
+
+
+def gemma3_with_vision():
+    """Return a tiny Gemma 3 with a vision tower, whose image tokens `tiny_models.tokens` has not.
+
+    Its text positions are one each, and the decoder is given masks that show no padding.
+    """
+    text = make_config("gemma3").to_dict()
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    ids = {"image_token_id": 2, "boi_token_id": 200, "eoi_token_id": 201}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids
+    )
+    torch.manual_seed(0)
+    return transformers.Gemma3ForConditionalGeneration(config).eval()
 
 
 def text_tokens(length, seed=1):

@@ -19,6 +19,7 @@ from helpers.tiny_models import (
     make_model,
     tokens,
 )
+from helpers.vision_models import gemma3_with_vision
 
 import rope_patch
 
@@ -56,12 +57,6 @@ def test_config_of_every_module_shows_the_patch(family):
         assert config.rope_parameters == plain
 
 
-def test_config_has_transformers_yarn_parameters():
-    model = make_model()
-    rope_patch.patch(model, "yarn", factor=4)
-    assert model.config.rope_parameters == LLAMA_YARN
-
-
 def test_only_full_attention_changes_in_gemma3():
     model = make_model("gemma3")
     plain = copy.deepcopy(model.config.rope_parameters)
@@ -79,21 +74,8 @@ def test_only_full_attention_changes_in_gemma3():
 
 @pytest.fixture
 def multimodal():
-    """Return a tiny Gemma3ForConditionalGeneration, which has a composite config."""
-    text = make_config("gemma3").to_dict()
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 8,
-    }
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=127
-    )
-    torch.manual_seed(0)
-    return transformers.Gemma3ForConditionalGeneration(config).eval()
+    """Return a model that has a composite config."""
+    return gemma3_with_vision()
 
 
 def test_patch_changes_only_the_text_config(multimodal):
@@ -181,6 +163,47 @@ def test_summary_lists_the_changes():
     handle.undo()
     assert handle.summary().startswith("yarn ×4, 64 → 256 tokens (undone)")
     assert "(undone)" in repr(handle)
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "length", "factor"),
+    [
+        ("dynamic-yarn", {}, None, None),
+        ("dynamic-yarn", {"length": 256}, 256, 4),
+        ("dynamic-yarn", {"factor": 4}, 256, 4),
+        ("dynamic", {}, None, 1),
+        ("dynamic", {"length": 256}, 256, 1),
+        ("dynamic", {"factor": 4}, 256, 4),
+        ("dynamic", {"factor": 2, "length": 1024}, 1024, 2),
+    ],
+)
+def test_dynamic_methods_need_no_factor(method, request_, length, factor):
+    """The config keeps the trained length. The factor of dynamic NTK is a part of its formula."""
+    model = make_model()
+    expected = dict(model.config.rope_parameters)
+    handle = rope_patch.patch(model, method, **request_)
+    assert (handle.length, handle.trained_length) == (length, TRAINED)
+    if method == "dynamic":
+        assert handle.method.factor == factor
+        expected |= {"rope_type": "dynamic", "factor": factor}
+    else:
+        assert handle.factor == factor
+        at_length = handle.frequencies_at(length or TRAINED)[None]
+        assert handle.frequencies[None].same_as(at_length)
+    assert model.config.max_position_embeddings == TRAINED
+    assert model.config.rope_parameters == expected
+
+
+def test_dynamic_handle_describes_the_method():
+    model = make_model()
+    handle = rope_patch.patch(model, "dynamic-yarn")
+    assert str(handle) == "dynamic-yarn, 64 → any length"
+    assert "growth=stepped" in handle.summary()
+    assert "8 pairs changed at 128 tokens (slowest: ×2), attention factor 1.06931" in (
+        handle.summary()
+    )
+    assert "dynamic-yarn, 64 → any length" in str(model)
+    assert str(rope_patch.patch(model, "dynamic", factor=2)) == "dynamic, factor 2, 64 → 128 tokens"
 
 
 def test_summary_of_stopped_pairs_and_per_pair_factors():

@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import StaticCache
 
 import rope_patch
-from rope_patch.evaluation import pipeline
-from rope_patch.patching.length_warning import silence_length_warnings
+from rope_patch.evaluation import evaluate
+from rope_patch.patching import silence_length_warnings
 
 
 @pytest.fixture
@@ -34,24 +34,93 @@ def warnings(caplog):
     return lambda: [r.getMessage() for r in caplog.records if "outgrew" in r.getMessage()]
 
 
-METHODS = [
-    ("yarn", {}),
-    ("linear", {}),
-    ("longrope", {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}),
-]
+def read(length):
+    return lambda model: forward(model, tokens(length))
 
 
-@pytest.mark.parametrize(("method", "options"), METHODS)
-def test_once_beyond_the_patched_length(method, options, warnings):
+def read_in_steps(length):
+    return lambda model: step_by_step(model, tokens(length), TRAINED)
+
+
+def generate(new, cache=None):
+    settings = {"do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    return lambda model: model.generate(tokens(TRAINED), max_new_tokens=new, **settings)
+
+
+def read_packed(model):
+    """Read documents, none of which is longer than the trained length."""
+    positions = torch.arange(TRAINED).repeat(3)[None]
+    forward(model, tokens(3 * TRAINED), position_ids=positions)
+
+
+def read_padded(with_positions):
+    """Read two rows, of which the longer one has the trained length, behind as much padding."""
+
+    def call(model):
+        ids, mask = padded([tokens(TRAINED), tokens(10)], "left")
+        padding = torch.zeros(2, TRAINED, dtype=torch.long)
+        ids, mask = torch.cat([padding, ids], 1), torch.cat([padding, mask], 1)
+        positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if with_positions else {}
+        forward(model, ids, attention_mask=mask, **positions)
+
+    return call
+
+
+def read_into_static_cache(*lengths):
+    def call(model):
+        cache = StaticCache(config=model.config, max_cache_len=TARGET)
+        for length in lengths:
+            forward(model, tokens(length), past_key_values=cache)
+
+    return call
+
+
+SETS = {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
+# Method, options, what is within the length, what is not (if anything), and the length it reaches.
+OUTGROWN = {
+    "yarn": ("yarn", {"factor": 4}, read(TARGET), read(TARGET + 1), TARGET + 1),
+    "linear": ("linear", {"factor": 4}, read(TARGET), read(TARGET + 1), TARGET + 1),
+    "longrope": ("longrope", {"factor": 4, **SETS}, read(TARGET), read(TARGET + 1), TARGET + 1),
+    "steps": ("yarn", {"length": 74}, read_in_steps(74), read_in_steps(76), 75),
+    # The last new token is not read, so there are two beyond the length.
+    "generate": ("yarn", {"length": 74}, generate(10), generate(13), 75),
+    "static": ("yarn", {"length": 74}, generate(8, "static"), generate(16, "static"), 75),
+    "static cache without positions": (
+        "yarn",
+        {"factor": 2},
+        read_into_static_cache(TRAINED, TRAINED),
+        read_into_static_cache(TRAINED, TRAINED, 1),
+        2 * TRAINED + 1,
+    ),
+    "packed": ("yarn", {"length": 65}, read_packed, read(66), 66),
+    "padded": ("yarn", {"length": 65}, read_padded(with_positions=True), read(66), 66),
+    "masked": ("yarn", {"length": 65}, read_padded(with_positions=False), read(66), 66),
+    "dynamic to a length": ("dynamic-yarn", {"length": 72}, read(TARGET), None, None),
+    "dynamic": ("dynamic-yarn", {}, read(TARGET), None, None),
+    "rerope": ("rerope", {"length": 2 * TRAINED}, read(3 * TRAINED), None, None),
+    "self-extend": (
+        "self-extend",
+        {"group": 2, "window": 16},
+        read(TRAINED),
+        read(3 * TRAINED),
+        3 * TRAINED,
+    ),
+    "string": ("string", {}, read(TRAINED), read(3 * TRAINED), 3 * TRAINED),
+}
+
+
+@pytest.mark.parametrize("case", OUTGROWN)
+def test_one_warning_beyond_the_patched_length(case, warnings):
+    method, options, within, beyond, length = OUTGROWN[case]
     model = make_model()
-    rope_patch.patch(model, method, factor=4, **options)
-    forward(model, tokens(TARGET))
+    rope_patch.patch(model, method, **options)
+    within(model)
     assert warnings() == []
-    forward(model, tokens(TARGET + 1))
-    assert len(warnings()) == 1
-    assert f"{TARGET + 1} tokens outgrew the {TARGET} " in warnings()[0]
-    forward(model, tokens(TARGET + 8))
-    assert len(warnings()) == 1
+    if beyond is not None:
+        for _ in range(2):
+            beyond(model)
+        assert len(warnings()) == 1
+        assert f"{length} tokens outgrew the" in warnings()[0]
 
 
 def test_positions_of_an_image_count_instead_of_its_tokens(warnings):
@@ -70,70 +139,6 @@ def test_positions_of_an_image_count_instead_of_its_tokens(warnings):
     assert f"{length} tokens outgrew" in warnings()[0]
 
 
-def test_cached_tokens_count(warnings):
-    model = make_model()
-    rope_patch.patch(model, "yarn", length=TRAINED + 10)
-    step_by_step(model, tokens(TRAINED + 10), TRAINED)
-    assert warnings() == []
-    step_by_step(model, tokens(TRAINED + 12), TRAINED)
-    assert len(warnings()) == 1
-    assert f"{TRAINED + 11} tokens" in warnings()[0]
-
-
-def test_generate(warnings):
-    model = make_model()
-    rope_patch.patch(model, "yarn", length=TRAINED + 10)
-    arguments = {"do_sample": False, "pad_token_id": 0}
-    model.generate(tokens(TRAINED), max_new_tokens=10, **arguments)
-    assert warnings() == []
-    # The last new token is not read, so there are two beyond the length.
-    model.generate(tokens(TRAINED), max_new_tokens=13, **arguments)
-    assert len(warnings()) == 1
-
-
-def test_static_cache(warnings):
-    model = make_model()
-    rope_patch.patch(model, "yarn", length=TRAINED + 10)
-    arguments = {"do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
-    arguments["disable_compile"] = True
-    model.generate(tokens(TRAINED), max_new_tokens=8, **arguments)
-    assert warnings() == []
-    model.generate(tokens(TRAINED), max_new_tokens=16, **arguments)
-    assert len(warnings()) == 1
-
-
-def test_packed_and_padded_rows_are_measured_by_their_positions(warnings):
-    model = make_model()
-    rope_patch.patch(model, "yarn", length=TRAINED + 1)
-    documents = torch.arange(TRAINED).repeat(3)[None]
-    forward(model, tokens(3 * TRAINED), position_ids=documents)
-    ids, mask = padded([tokens(TRAINED), tokens(10)], "left")
-    padding = torch.zeros(2, TRAINED, dtype=torch.long)
-    ids, mask = torch.cat([padding, ids], 1), torch.cat([padding, mask], 1)
-    forward(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-    assert warnings() == []
-    forward(model, tokens(TRAINED + 2), position_ids=torch.arange(TRAINED + 2)[None])
-    assert len(warnings()) == 1
-
-
-def test_padding_is_not_counted_where_the_mask_alone_tells_it(warnings):
-    model = make_model()
-    rope_patch.patch(model, "yarn", length=TRAINED + 1)
-    ids, mask = padded([tokens(2 * TRAINED), tokens(TRAINED + 1)], "left")
-    forward(model, ids[1:], attention_mask=mask[1:])
-    assert warnings() == []
-    forward(model, ids, attention_mask=mask)
-    assert len(warnings()) == 1
-
-
-@pytest.mark.parametrize("arguments", [{"length": TRAINED + 8}, {}])
-def test_methods_that_follow_the_length_have_no_limit(arguments, warnings):
-    model = make_model()
-    rope_patch.patch(model, "dynamic-yarn", **arguments)
-    forward(model, tokens(TARGET))
-    assert warnings() == []
-
-
 def test_unpatched_model_says_nothing(warnings):
     model = make_model()
     rope_patch.patch(model, "yarn", factor=2).undo()
@@ -145,31 +150,21 @@ def test_unpatched_model_says_nothing(warnings):
 def test_each_model_warns_for_itself(warnings):
     model = make_model()
     rope_patch.patch(model, "yarn", factor=2)
-    twin = copy.deepcopy(model)
-    forward(model, tokens(TARGET))
-    forward(twin, tokens(TARGET))
+    for each in (model, copy.deepcopy(model)):
+        forward(each, tokens(TARGET))
     assert len(warnings()) == 2
-
-
-def test_same_patch_in_effect_again_does_not_repeat_itself(warnings):
-    model = make_model()
-    rope_patch.patch(model, "yarn", factor=2)
-    forward(model, tokens(TARGET))
-    with rope_patch.patch(model, "linear", factor=8):
-        forward(model, tokens(TARGET))
-    forward(model, tokens(TARGET))
-    assert len(warnings()) == 1
 
 
 def test_patches_of_one_model_warn_again_only_beyond_a_larger_length(warnings):
     model = make_model()
-    for factor in (2, 2, 1.5, 3, 3):
-        with rope_patch.patch(model, "yarn", factor=factor):
-            forward(model, tokens(TARGET))
-    assert [message.split(" outgrew the ")[1].split()[0] for message in warnings()] == [
-        str(2 * TRAINED),
-        str(3 * TRAINED),
-    ]
+    with rope_patch.patch(model, "yarn", factor=2):
+        forward(model, tokens(TARGET))
+        for factor in (2, 8, 1.5, 3, 3):
+            with rope_patch.patch(model, "yarn", factor=factor):
+                forward(model, tokens(TARGET))
+        forward(model, tokens(TARGET))
+    lengths = [message.split(" outgrew the ")[1].split()[0] for message in warnings()]
+    assert lengths == [str(2 * TRAINED), str(3 * TRAINED)]
 
 
 def test_silence(warnings):
@@ -180,6 +175,13 @@ def test_silence(warnings):
     assert warnings() == []
     forward(model, tokens(TARGET))
     assert len(warnings()) == 1
+
+
+def test_evaluations_are_silent(tmp_path, warnings):
+    measured = {"methods": ("yarn",), "tasks": ("perplexity",), "factor": 1.5, "lengths": (448,)}
+    results = evaluate(request(tmp_path, **measured))
+    assert results["run"]["trained_length"] == 256  # 384 with the patch
+    assert warnings() == []
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="models themselves fail on the meta device")
@@ -195,41 +197,3 @@ def test_tensors_without_values_are_not_read(has_positions, warnings):
     meta = None if positions is None else positions.to("meta")
     assert model(tokens(TARGET).to("meta"), position_ids=meta).logits.shape[1] == TARGET
     assert warnings() == []
-
-
-def test_static_cache_without_positions_is_measured_by_its_tokens(warnings):
-    model = make_model()
-    rope_patch.patch(model, "yarn", factor=2)
-    cache = StaticCache(config=model.config, max_cache_len=TARGET)
-    forward(model, tokens(TRAINED), past_key_values=cache)
-    forward(model, tokens(TRAINED), past_key_values=cache)
-    assert warnings() == []
-    forward(model, tokens(1), past_key_values=cache)
-    assert len(warnings()) == 1
-
-
-def test_evaluations_are_silent(monkeypatch, tmp_path, warnings):
-    model = make_model()
-    rope_patch.patch(model, "yarn", factor=2)
-    monkeypatch.setattr(pipeline, "_evaluate", lambda *_: forward(model, tokens(TARGET)))
-    pipeline.evaluate(request(tmp_path))
-    assert warnings() == []
-    forward(model, tokens(TARGET))
-    assert len(warnings()) == 1
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "warns"),
-    [
-        ("rerope", {"length": 2 * TRAINED}, False),  # it serves any length
-        ("rerope", {}, False),
-        ("self-extend", {"group": 2, "window": 16}, True),
-        ("string", {}, True),
-    ],
-)
-def test_position_maps_warn_where_their_distances_end(caplog, method, options, warns):
-    model = make_model()
-    rope_patch.patch(model, method, **options)
-    with caplog.at_level("WARNING", logger="rope_patch"):
-        forward(model, tokens(3 * TRAINED))
-    assert ("outgrew" in caplog.text) is warns

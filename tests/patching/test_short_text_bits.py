@@ -1,7 +1,12 @@
-"""Test that short texts keep the bits of the plain model, in every dtype, with default kernels."""
+"""Test that short texts keep the bits of the plain model, in every dtype, with default kernels.
+
+With real weights, SmolLM2-135M reads a novel and writes 40 tokens. Its trained length is set to
+where these end: one token more would be rotated otherwise.
+"""
 
 import pytest
 import torch
+import transformers
 from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
@@ -15,7 +20,7 @@ from helpers.tiny_models import (
 )
 
 import rope_patch
-from rope_patch.patching.kernels import position_passthrough
+from rope_patch.pretrained import demo
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -33,15 +38,14 @@ METHODS = {
     "the checkpoint's own LongRoPE": ("linear", {"factor": 2}, LONGROPE),
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+USE_TRITON = "rope_patch.patching.kernels.position_passthrough.use_triton"
 
 
 @pytest.fixture(params=["cpu", "as on a GPU"])
 def device(request, monkeypatch):
     """Rotate as on a CPU, or from exact positions, as the kernels of a GPU do."""
     if request.param != "cpu":
-        monkeypatch.setattr(
-            position_passthrough, "use_triton", lambda x, kernels="auto": kernels == "auto"
-        )
+        monkeypatch.setattr(USE_TRITON, lambda x, kernels="auto": kernels == "auto")
 
 
 def make_in(dtype, family, scaling=None):
@@ -65,14 +69,13 @@ def generated(model):
 
 
 @pytest.mark.parametrize(
-    ("family", "method"),
+    ("family", "method", "dtype"),
     [
-        *(("llama", method) for method in METHODS),
-        *(("qwen3", method) for method in ("dynamic-yarn", "self-extend")),
-        *(("gemma3", method) for method in ("mixed-yarn", "self-extend")),
+        *(("llama", method, dtype) for method in METHODS for dtype in DTYPES),
+        *(("qwen3", method, torch.bfloat16) for method in ("dynamic-yarn", "self-extend")),
+        *(("gemma3", method, torch.bfloat16) for method in ("mixed-yarn", "self-extend")),
     ],
 )
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_short_texts_keep_the_bits_of_the_plain_model(method, dtype, family, device):
     name, options, scaling = METHODS[method]
     model = make_in(dtype, family, scaling)
@@ -97,7 +100,7 @@ def test_short_rows_beside_long_ones_keep_their_bits(dtype, device):
 
 
 def test_long_texts_are_rotated_from_positions_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(position_passthrough, "use_triton", lambda x, kernels="auto": True)
+    monkeypatch.setattr(USE_TRITON, lambda x, kernels="auto": True)
     model = make_in(torch.float32, "llama")
     rope_patch.patch(model, "dynamic-yarn")
     first = []
@@ -105,3 +108,88 @@ def test_long_texts_are_rotated_from_positions_on_a_gpu(monkeypatch):
     for length in (TRAINED, TRAINED + 1):
         forward(model, tokens(length))
     assert first == [torch.float32, torch.int64]
+
+
+# -- real weights ----------------------------------------------------------------------------------
+
+READ, WRITTEN = 88, 40
+REAL_METHODS = {
+    "dynamic-yarn": {},
+    "mixed-yarn": {"factor": 4},
+    "rerope": {},
+    "self-extend": {},
+}
+REAL_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e5,
+    "factor": 4.0,
+    "short_factor": [1 + pair / 31 for pair in range(32)],
+    "long_factor": [1 + 3 * pair / 31 for pair in range(32)],
+    "original_max_position_embeddings": READ + WRITTEN,
+}
+EMMA = """Emma Woodhouse, handsome, clever, and rich, with a comfortable home and happy disposition,
+seemed to unite some of the best blessings of existence; and had lived nearly twenty-one years in
+the world with very little to distress or vex her. She was the youngest of the two daughters of a
+most affectionate, indulgent father; and had, in consequence of her sister's marriage, been mistress
+of his house from a very early period. Her mother had died too long ago for her to have more than an
+indistinct remembrance of her caresses."""
+
+
+def read_smollm2(dtype, **changes):
+    """Return SmolLM2 with a changed config, and the tokens of the text."""
+    folder = demo.demo_folder()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    for name, value in {"max_position_embeddings": READ + WRITTEN, **changes}.items():
+        setattr(config, name, value)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+    ids = transformers.AutoTokenizer.from_pretrained(folder)(EMMA, return_tensors="pt").input_ids
+    assert ids.shape[1] >= READ
+    return model.eval(), ids[:, :READ]
+
+
+@torch.no_grad()
+def answers(model, ids):
+    """Return the logits of a text, and of the tokens that a model writes behind it."""
+    written = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=WRITTEN,
+        min_new_tokens=WRITTEN,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return model(ids).logits, torch.stack(written.logits), written.sequences
+
+
+def assert_equal_bits(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert torch.isfinite(other).all()
+        assert one.equal(other)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_short_texts_keep_the_bits_of_smollm2(dtype):
+    model, ids = read_smollm2(dtype)
+    plain = answers(model, ids)
+    assert plain[2].shape[1] == READ + WRITTEN
+    longer = torch.cat([ids, ids], 1)
+    long_plain = forward(model, longer)
+    for name, options in REAL_METHODS.items():
+        with rope_patch.patch(model, name, **options):
+            assert_equal_bits(answers(model, ids), plain)
+            assert not forward(model, longer).equal(long_plain), name
+    assert_equal_bits(answers(model, ids), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_longropes_short_set_keeps_its_bits(dtype):
+    """Put two sets into SmolLM2's config: no published checkpoint of LongRoPE installs offline."""
+    model, ids = read_smollm2(dtype, rope_parameters=dict(REAL_LONGROPE))
+    plain = answers(model, ids)
+    with rope_patch.patch(model, "linear", factor=2):
+        assert_equal_bits(answers(model, ids), plain)

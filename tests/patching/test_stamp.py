@@ -14,7 +14,6 @@ from helpers.tiny_models import (
     assert_close,
     assert_differs,
     forward,
-    logits,
     make_config,
     make_model,
     tokens,
@@ -74,12 +73,12 @@ def assert_continues(model, cache, start=SHORT):
 @pytest.mark.parametrize(
     ("first", "second", "reason"),
     [
-        ("none", "yarn", "filled before the model was patched"),
-        ("yarn", "linear", "another patch rotated"),
-        ("yarn", "longrope", "another patch rotated"),
-        ("dynamic-linear", "yarn", "another patch rotated"),
-        ("mixed-yarn", "yarn", "another patch rotated"),
-        ("yarn", "dynamic-yarn", "under a method whose frequencies stay"),
+        ("none", "yarn", "before the model was patched"),
+        ("yarn", "linear", "another patch"),
+        ("yarn", "longrope", "another patch"),
+        ("dynamic-linear", "yarn", "another patch"),
+        ("mixed-yarn", "yarn", "another patch"),
+        ("yarn", "dynamic-yarn", "frequencies stay"),
     ],
 )
 def test_cache_of_another_rotation_is_refused(model, first, second, reason):
@@ -87,7 +86,7 @@ def test_cache_of_another_rotation_is_refused(model, first, second, reason):
     cache = fill(model)
     before = cache.layers[0].keys.clone()
     patch(model, second)
-    with pytest.raises(ValueError, match=rf"40 tokens.*{reason}.*[Ee]xpected an empty cache"):
+    with pytest.raises(ValueError, match=rf"40 tokens.*{reason}"):
         continue_cache(model, cache)
     assert cache.layers[0].keys.equal(before)
 
@@ -111,18 +110,14 @@ def test_cache_of_other_start_tokens_is_refused(model):
     assert_continues(model, fill(model))
 
 
-def test_generate_refuses_a_prompt_cache_of_the_unpatched_model(model):
-    cache = fill(model)
-    rope_patch.patch(model, "yarn", factor=4)
-    with pytest.raises(ValueError, match="filled before the model was patched"):
-        model.generate(tokens(SHORT + MORE), past_key_values=cache, max_new_tokens=2)
-
-
-def test_static_cache_is_refused(model):
-    cache = fill(model, StaticCache(config=model.config, max_cache_len=SHORT + MORE))
+def test_static_cache_and_prompt_cache_of_the_unpatched_model_are_refused(model):
+    static = fill(model, StaticCache(config=model.config, max_cache_len=SHORT + MORE))
+    prompt = fill(model)
     rope_patch.patch(model, "yarn", factor=4)
     with pytest.raises(ValueError, match="40 tokens"):
-        continue_cache(model, cache)
+        continue_cache(model, static)
+    with pytest.raises(ValueError, match="before the model was patched"):
+        model.generate(tokens(SHORT + MORE), past_key_values=prompt, max_new_tokens=2)
 
 
 def test_encoder_decoder_cache_is_refused():
@@ -192,18 +187,9 @@ def test_emptied_cache_serves_any_patch(model, kind):
         cache.reset() if kind is StaticCache else cache.crop(-cache.get_seq_length())
         patch(model, method)
         assert_continues(model, fill(model, cache))
-
-
-def test_refilled_cache_has_the_stamp_of_the_last_patch(model):
-    """Empty a cache and refill it under a dynamic method: the first patch refuses it."""
-    rope_patch.patch(model, "yarn", factor=4)
-    cache = fill(model)
-    cache.crop(-SHORT)
-    patch(model, "dynamic-yarn")
-    fill(model, cache)
-    patch(model, "yarn")
+    patch(model, "yarn")  # the stamp is that of the last patch
     with pytest.raises(ValueError, match="another patch"):
-        continue_cache(model, cache)
+        continue_cache(model, cache, SHORT + MORE)
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
@@ -277,7 +263,7 @@ def test_accept_cache_allows_a_rebuilt_cache(model):
     handle = rope_patch.patch(model, "yarn", factor=4)
     stored = fill(model).layers[0]
     rebuilt = DynamicCache([(stored.keys.clone(), stored.values.clone())])
-    with pytest.raises(ValueError, match=r"rebuilt from tensors.*accept_cache\(cache\)"):
+    with pytest.raises(ValueError, match=r"accept_cache\(cache\)"):
         continue_cache(model, rebuilt)
     handle.accept_cache(rebuilt)
     assert_continues(model, rebuilt)
@@ -285,10 +271,10 @@ def test_accept_cache_allows_a_rebuilt_cache(model):
 
 def test_accept_cache_refuses_dynamic_methods_and_other_types(model):
     handle = rope_patch.patch(model, "dynamic-yarn")
-    with pytest.raises(ValueError, match=r"without the record.*copy\.deepcopy"):
+    with pytest.raises(ValueError, match=r"copy\.deepcopy"):
         handle.accept_cache(fill(model))
     handle = rope_patch.patch(model, "yarn", factor=4)
-    with pytest.raises(TypeError, match="expected a transformers cache, got list"):
+    with pytest.raises(TypeError, match="got list"):
         handle.accept_cache([])
 
 
@@ -309,11 +295,8 @@ def test_prefix_tuning_works(model):
 
 
 @pytest.fixture
-def compiled(model):
-    torch._dynamo.reset()
-    counters.clear()
-    yield torch.compile(model, fullgraph=True, backend="eager")
-    torch._dynamo.reset()
+def compiled(model, reset_compiler):
+    return torch.compile(model, fullgraph=True, backend="eager")
 
 
 def make_static_cache(model):
@@ -339,7 +322,7 @@ def test_compiled_steps_do_not_recompile_for_the_stamp(model, compiled):
 def test_compiled_graph_refuses_a_static_cache_at_run_time(model, compiled):
     cache = fill(model, make_static_cache(model))
     rope_patch.patch(model, "yarn", factor=4)
-    with pytest.raises(ValueError, match="40 tokens, and nothing says"):
+    with pytest.raises(ValueError, match="40 tokens"):
         compiled(tokens(MORE), past_key_values=cache)
     assert int(cache.get_seq_length()) == SHORT
 
@@ -348,13 +331,5 @@ def test_compiled_graph_refuses_a_static_cache_at_run_time(model, compiled):
 def test_compiled_graph_refuses_a_dynamic_cache(model, compiled):
     cache = fill(model)
     rope_patch.patch(model, "yarn", factor=4)
-    with pytest.raises(Exception, match="40 tokens, and nothing says"):
+    with pytest.raises(Exception, match="40 tokens"):
         compiled(tokens(MORE), past_key_values=cache)
-
-
-def test_training_without_a_cache(model):
-    plain = logits(model, SHORT)
-    with rope_patch.patch(model, "yarn", factor=4):
-        model(tokens(SHORT), labels=tokens(SHORT)).loss.backward()
-    model.zero_grad(set_to_none=True)
-    assert logits(model, SHORT).equal(plain)

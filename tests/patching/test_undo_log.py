@@ -1,19 +1,32 @@
-"""Test that undo restores the model, and that patching changes nothing else."""
+"""Test how a patch ends: undo, blocks within blocks, and what was changed or lost meanwhile.
+
+That undo restores every bit, of every patch and of copies, is tested in test_every_patch.py.
+"""
 
 import copy
-import pickle
+import gc
+import weakref
 
 import pytest
 import torch
-import transformers
 from helpers.tiny_models import (
     FAMILIES,
+    LONG,
     LONG_FACTOR,
+    OLD_TRANSFORMERS,
+    SHORT,
     SHORT_FACTOR,
+    TARGET,
+    TRAINED,
+    assert_differs,
     logits,
     make_config,
     make_model,
+    step_by_step,
+    tokens,
 )
+from helpers.vision_models import gemma3_with_vision
+from transformers import DynamicCache
 
 import rope_patch
 
@@ -21,45 +34,20 @@ LONGROPE = {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
 REQUESTS = [("linear", {}), ("yarn", {}), ("longrope", LONGROPE), ("dynamic-yarn", {})]
 
 
-def snapshot(model):
-    """Return the attributes and buffers of all modules: tensors with dtype, others by identity."""
-    values = {}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key in ("_buffers", "_parameters"):
-                tensors = {k: t for k, t in value.items() if t is not None}
-                values[name, key] = {k: (t.dtype, t.clone()) for k, t in tensors.items()}
-            elif key == "_non_persistent_buffers_set" or "hooks" in key:
-                values[name, key] = copy.copy(value)
-            else:
-                values[name, key] = value
-    return values
+@pytest.fixture(scope="module")
+def expected():
+    """Return logits without a patch and under each method, each from a new model."""
+    results = {"none": logits(make_model())}
+    for method in ("yarn", "linear", "ntk"):
+        model = make_model()
+        rope_patch.patch(model, method, factor=4)
+        results[method] = logits(model)
+    return results
 
 
-def assert_same(after, before):
-    assert after.keys() == before.keys()
-    for key, value in before.items():
-        if key[1] in ("_buffers", "_parameters"):
-            assert after[key].keys() == value.keys()
-            for name, (dtype, tensor) in value.items():
-                assert after[key][name][0] == dtype
-                assert torch.equal(after[key][name][1], tensor), (key, name)
-        else:
-            assert after[key] is value or after[key] == value, key
-
-
-@pytest.mark.parametrize(("method", "options"), REQUESTS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_undo_restores_every_module(family, method, options):
-    model = make_model(family)
-    config, text = model.config, copy.deepcopy(model.config.to_dict())
-    before = snapshot(model)
-    handle = rope_patch.patch(model, method, factor=4, **options)
-    logits(model)  # longrope changes frequencies in this call
-    handle.undo()
-    assert_same(snapshot(model), before)
-    assert model.config is config
-    assert config.to_dict() == text
+@pytest.fixture
+def model():
+    return make_model()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,19 +89,15 @@ def by_undoing_twice(model):
 @pytest.mark.parametrize(
     "patch_and_undo", [by_handle, by_unpatch, by_with_block, by_exception, by_undoing_twice]
 )
-def test_every_way_of_undoing_is_bit_exact(patch_and_undo):
-    model = make_model()
-    before = logits(model)
+def test_every_way_of_undoing_is_bit_exact(patch_and_undo, model, expected):
     patch_and_undo(model)
     assert rope_patch.current(model) is None
-    assert logits(model).equal(before)
-
-
-def test_unpatch_without_a_patch_is_an_error():
-    model = make_model()
+    assert logits(model).equal(expected["none"])
     with pytest.raises(ValueError, match="not patched"):
         rope_patch.unpatch(model)
-    by_handle(model)
+
+
+def test_unpatch_without_a_patch_is_an_error(model):
     with pytest.raises(ValueError, match="not patched"):
         rope_patch.unpatch(model)
 
@@ -128,7 +112,6 @@ def test_second_patch_replaces_the_first(family):
     assert logits(model).equal(logits(fresh))  # starts from the original, not from the first
     assert model.config.to_dict() == fresh.config.to_dict()
     assert (first.active, second.active) == (False, True)
-    assert rope_patch.current(model) is second
 
     patched = logits(model)
     first.undo()  # has no effect, because it was replaced
@@ -137,7 +120,7 @@ def test_second_patch_replaces_the_first(family):
 
     second.undo()
     assert logits(model).equal(before)
-    assert model.config.max_position_embeddings == 64
+    assert model.config.max_position_embeddings == TRAINED
 
 
 def test_other_model_of_the_same_config_is_unchanged():
@@ -152,42 +135,16 @@ def test_other_model_of_the_same_config_is_unchanged():
     assert logits(make_model("gemma3", config, seed=7)).equal(before)
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
-)
-@pytest.mark.parametrize(("method", "options"), REQUESTS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_copies_are_undone_independently(family, method, options, duplicate):
-    model = make_model(family)
-    before = logits(model)
-    rope_patch.patch(model, method, factor=4, **options)
-    patched = logits(model)
-    twin = duplicate(model)
-    assert logits(twin).equal(patched)
-    assert twin.config.max_position_embeddings == model.config.max_position_embeddings
-
-    rope_patch.unpatch(twin)
-    assert logits(twin).equal(before)
-    assert twin.config.max_position_embeddings == 64
-    assert logits(model).equal(patched)
-    assert rope_patch.current(model).active
-
-    second = duplicate(model)
-    rope_patch.unpatch(model)
-    assert logits(model).equal(before)
-    assert logits(second).equal(patched)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_frequencies_stay_exact_through_casts(family):
     model, cast_before = make_model(family), make_model(family).to(torch.bfloat16)
     handle = rope_patch.patch(model, "yarn", factor=4)
     model.to(torch.bfloat16)
     rotary = model.model.rotary_emb
-    for kind, expected in handle.frequencies.items():
+    for kind, exact in handle.frequencies.items():
         live = getattr(rotary, f"{kind}_inv_freq" if kind else "inv_freq")
         assert live.dtype == torch.float32
-        assert live.equal(expected.inv_freq.float())
+        assert live.equal(exact.inv_freq.float())
     assert model.lm_head.weight.dtype == torch.bfloat16
 
     rope_patch.patch(cast_before, "yarn", factor=4)  # replaces the rounded frequencies
@@ -199,14 +156,18 @@ def test_frequencies_stay_exact_through_casts(family):
             assert getattr(rotary, name).equal(buffer)
 
 
-def test_rounded_buffer_is_reported_and_restored(caplog):
-    model = make_model().to(torch.bfloat16)
+def test_rounded_buffer_is_reported_and_restored(model, caplog):
+    model.to(torch.bfloat16)
     rounded, before = model.model.rotary_emb.inv_freq, logits(model)
     with rope_patch.patch(model, "yarn", factor=4):
         assert model.model.rotary_emb.inv_freq.dtype == torch.float32
-    assert "inv_freq of LlamaRotaryEmbedding had been cast to bfloat16" in caplog.text
+    for part in ("inv_freq", "LlamaRotaryEmbedding", "bfloat16"):
+        assert part in caplog.text
     assert model.model.rotary_emb.inv_freq is rounded
     assert logits(model).equal(before)
+
+
+# -- what is changed while the patch is in effect --------------------------------------------------
 
 
 def test_config_changes_survive_undo():
@@ -218,7 +179,7 @@ def test_config_changes_survive_undo():
     handle.undo()
     assert model.config.use_cache is False
     assert model.config.vocab_size == 130
-    assert model.config.max_position_embeddings == 64
+    assert model.config.max_position_embeddings == TRAINED
     assert model.config.rope_parameters == make_config().rope_parameters
     assert (config.use_cache, config.vocab_size) == (True, 128)  # other models may share it
 
@@ -239,11 +200,11 @@ def by_new_attribute(model):
 
 
 @pytest.mark.parametrize("change", [by_attention_kernel, by_experts_kernel, by_new_attribute])
-def test_settings_outside_of_config_equality_survive(change):
+def test_settings_outside_of_config_equality_survive(change, model):
     """Undo and a second patch keep the settings that the user changed in between."""
-    changed, model = make_model(), make_model()
+    changed = make_model()
     change(changed)
-    handle = rope_patch.patch(model, "yarn", factor=4)
+    rope_patch.patch(model, "yarn", factor=4)
     change(model)
     handle = rope_patch.patch(model, "linear", factor=4)
     assert model.config.rope_parameters["rope_type"] == "linear"
@@ -253,38 +214,31 @@ def test_settings_outside_of_config_equality_survive(change):
 
 
 def test_settings_of_a_multimodal_text_config_survive():
-    sizes = make_config("gemma3").to_dict()
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    config = transformers.Gemma3Config(text_config=sizes, vision_config=vision)
-    torch.manual_seed(0)
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model = gemma3_with_vision()
     with rope_patch.patch(model, "linear", factor=4):
         model.set_attn_implementation({"text_config": "eager"})
     assert model.config.text_config._attn_implementation == "eager"
     assert model.config.vision_config._attn_implementation == "sdpa"
     assert model.model.language_model.config is model.config.text_config
-    assert model.config.text_config.max_position_embeddings == 64
+    assert model.config.text_config.max_position_embeddings == TRAINED
     with rope_patch.patch(model, "linear", factor=4):
         patched_config = model.config
     assert model.config is not patched_config  # nothing was changed in this block
 
 
-def test_changed_rope_field_survives_undo_with_a_warning(caplog):
-    model = make_model()
+def test_changed_rope_field_survives_undo_with_a_warning(model, caplog):
     handle = rope_patch.patch(model, "yarn", factor=4)
     model.config.max_position_embeddings = 100
     handle.undo()
     assert model.config.max_position_embeddings == 100
     assert model.config.rope_parameters == make_config().rope_parameters
-    assert "LlamaConfig.max_position_embeddings: replaced" in caplog.text
+    assert "LlamaConfig.max_position_embeddings" in caplog.text
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize(("method", "options"), REQUESTS)
-def test_wrapper_around_a_patched_forward_survives_undo(method, options, kernels, caplog):
+def test_wrapper_around_a_patched_forward_survives_undo(method, options, kernels, model, caplog):
     """Undo keeps a user's wrapper; the forward inside it is the unpatched one again."""
-    model = make_model()
     before = logits(model)
     handle = rope_patch.patch(model, method, factor=4, kernels=kernels, **options)
     patched, calls = logits(model), []
@@ -309,12 +263,293 @@ def test_wrapper_around_a_patched_forward_survives_undo(method, options, kernels
     assert attention in calls  # the second patch does not replace the wrapper
 
 
-def test_modules_replaced_under_a_patch_survive_undo():
-    model, other = make_model(), make_model(seed=1)
+def test_modules_replaced_under_a_patch_survive_undo(model):
+    other, plain = make_model(seed=1), make_model()
     handle = rope_patch.patch(model, "yarn", factor=4)
-    model.model.layers[0].self_attn.q_proj = other.model.layers[0].self_attn.q_proj
+    for each in (model, plain):
+        each.model.layers[0].self_attn.q_proj = other.model.layers[0].self_attn.q_proj
     model.double()
     handle.undo()
-    expected = make_model()
-    expected.model.layers[0].self_attn.q_proj = other.model.layers[0].self_attn.q_proj
-    assert logits(model).equal(logits(expected.double()))
+    assert logits(model).equal(logits(plain.double()))
+
+
+# -- blocks within blocks --------------------------------------------------------------------------
+
+
+# What is done in turn, and the method in effect then. "leave" leaves the innermost block, "leave
+# yarn" that of this method, "raise" the innermost one by an exception.
+BLOCKS = {
+    "two": "with yarn: yarn, with linear: linear, leave: yarn, leave: none",
+    "three": "with yarn: yarn, with linear: linear, with ntk: ntk, leave: linear, leave: yarn",
+    "an exception": "with yarn: yarn, with linear: linear, raise: yarn, leave: none",
+    "inner undone": "with yarn: yarn, with linear: linear, undo linear: none, leave: yarn",
+    "unpatched inside": "with yarn: yarn, with linear: linear, unpatch: none, leave: yarn",
+    "outer undone inside": "with yarn: yarn, with linear: linear, undo yarn: linear, leave: none",
+    "no inner block": "with yarn: yarn, patch linear: linear, with ntk: ntk, leave: linear",
+    "no outer block": "patch yarn: yarn, with linear: linear, leave: yarn, unpatch: none",
+    "outer left first": "with yarn: yarn, with linear: linear, leave yarn: none, leave: none",
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks_restore_what_was_in_effect(case, model, expected):
+    config, handles, open_blocks = model.config, {}, []
+    for step in BLOCKS[case].split(", "):
+        done, in_effect = step.split(": ")
+        action, _, method = done.partition(" ")
+        if action in ("with", "patch"):
+            handles[method] = rope_patch.patch(model, method, factor=4)
+        if action == "with":
+            open_blocks.append(handles[method].__enter__())
+        elif action == "undo":
+            handles[method].undo()
+        elif action == "unpatch":
+            rope_patch.unpatch(model)
+        elif action in ("leave", "raise"):
+            block = handles[method] if method else open_blocks[-1]
+            open_blocks.remove(block)
+            error = ZeroDivisionError() if action == "raise" else None
+            assert not block.__exit__(error and type(error), error, None)
+        assert rope_patch.current(model) is handles.get(in_effect)
+        active = [method for method, handle in handles.items() if handle.active]
+        assert active == ([] if in_effect == "none" else [in_effect])
+        assert logits(model).equal(expected[in_effect])
+    for block in reversed(open_blocks):
+        block.__exit__()
+    assert model.config is config
+    assert logits(model).equal(expected["none"])
+
+
+def test_inner_block_preserves_settings_and_caches_of_the_outer_patch(model):
+    """Continue a cache of the outer patch after the inner block."""
+    ids, reference = tokens(TRAINED + 4), make_model()
+    rope_patch.patch(reference, "dynamic-yarn")
+    whole = step_by_step(reference, ids, 60)
+    with rope_patch.patch(model, "dynamic-yarn") as outer:
+        cache = DynamicCache(config=model.config)
+        start = step_by_step(model, ids[:, : TRAINED + 2], 60, cache)
+        with rope_patch.patch(model, "linear", factor=4):
+            logits(model)
+        continued = step_by_step(model, ids[:, TRAINED + 2 :], 1, cache)
+        assert torch.cat([start, continued], dim=1).equal(whole)
+
+        outer.fix_length(LONG)
+        fixed = logits(model, SHORT)
+        with rope_patch.patch(model, "linear", factor=4):
+            pass
+        assert logits(model, SHORT).equal(fixed)
+        assert not fixed.equal(whole[:, :SHORT])
+
+
+def test_config_changes_in_an_inner_block_persist(model):
+    with rope_patch.patch(model, "yarn", factor=4):
+        model.config.use_cache = False
+        with rope_patch.patch(model, "linear", factor=4):
+            model.set_attn_implementation("eager")
+        assert (model.config._attn_implementation, model.config.use_cache) == ("eager", False)
+        assert model.config.rope_parameters["rope_type"] == "yarn"
+    assert (model.config._attn_implementation, model.config.use_cache) == ("eager", False)
+    assert model.config.rope_parameters["rope_type"] == "default"
+
+
+def test_copy_from_an_inner_block_is_independent(model, expected):
+    with rope_patch.patch(model, "yarn", factor=4) as outer:
+        with rope_patch.patch(model, "linear", factor=4):
+            twin = copy.deepcopy(model)
+        assert logits(twin).equal(expected["linear"])
+        rope_patch.unpatch(twin)
+        assert logits(twin).equal(expected["none"])
+        assert rope_patch.current(model) is outer
+        assert logits(model).equal(expected["yarn"])
+
+
+def test_failed_patch_restores_the_previous_one(model, expected):
+    handle = rope_patch.patch(model, "yarn", factor=4)
+    attention = model.model.layers[1].self_attn
+
+    class FailsOnce(type(attention)):
+        has_failed = False
+
+        def __setattr__(self, name, value):
+            if name == "forward" and not FailsOnce.has_failed:
+                FailsOnce.has_failed = True
+                raise MemoryError
+            super().__setattr__(name, value)
+
+    attention.__class__ = FailsOnce
+    with pytest.raises(MemoryError):
+        rope_patch.patch(model, "linear", factor=4)
+    assert rope_patch.current(model) is handle
+    assert logits(model).equal(expected["yarn"])
+
+
+def test_replaced_patches_are_freed(model):
+    """A chain of replaced patches would keep the frequencies of each one."""
+    first = weakref.ref(rope_patch.patch(model, "yarn", factor=4))
+    for factor in (2, 3, 4):
+        rope_patch.patch(model, "linear", factor=factor)
+    gc.collect()
+    assert first() is None
+
+
+# -- frequencies that were lost --------------------------------------------------------------------
+
+THETA = {"rope_theta": 1e4}
+ORIGINAL = {"original_max_position_embeddings": TRAINED}
+SCALINGS = {
+    "default": {"rope_type": "default", **THETA},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, **THETA, **ORIGINAL},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, **THETA},
+    "longrope": {"rope_type": "longrope", "factor": 4.0, **LONGROPE, **THETA, **ORIGINAL},
+}
+
+
+def scaled(name):
+    return make_model("llama", rope_parameters=dict(SCALINGS[name]), max_position_embeddings=TARGET)
+
+
+def rotary_buffers(model):
+    return {n: b.clone() for n, b in model.named_buffers() if n.endswith("inv_freq")}
+
+
+def assert_same_buffers(model, expected):
+    buffers = rotary_buffers(model)
+    assert buffers.keys() == expected.keys()
+    for name, buffer in buffers.items():
+        assert buffer.dtype == torch.float32
+        assert torch.equal(buffer, expected[name]), name
+
+
+def zero(model):
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.zero_()
+    return model
+
+
+def through_meta(model):
+    """Give the model new memory, as sharded loaders do, and load its checkpoint into it."""
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.to("meta").to_empty(device="cpu")
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.fill_(float("nan"))  # to_empty may by chance return the old memory
+    model.load_state_dict(weights)
+    return model
+
+
+def unscaled(model):
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.copy_(1.0 / (1e4 ** (torch.arange(0, 16, 2) / 16)))
+    return model
+
+
+@pytest.mark.parametrize("lose", [zero, through_meta, torch.nn.Module.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_of_a_newly_built_model(family, lose):
+    fresh, model = rotary_buffers(make_model(family)), make_model(family)
+    lose(model)
+    assert set(rope_patch.restore(model)) == fresh.keys()
+    assert_same_buffers(model, fresh)
+    buffers = dict(model.named_buffers())
+    assert rope_patch.restore(model) == []
+    assert all(model.get_buffer(name) is buffer for name, buffer in buffers.items())
+
+
+@pytest.mark.parametrize("lose", [zero, through_meta, unscaled])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_logits_of_a_newly_built_model(scaling, lose):
+    before = logits(scaled(scaling))
+    model = lose(scaled(scaling))
+    rope_patch.restore(model)
+    assert_same_buffers(model, rotary_buffers(scaled(scaling)))
+    assert torch.equal(logits(model), before)
+
+
+def test_meta_buffer_beside_real_weights(model, expected):
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.to("meta")
+    assert rope_patch.restore(model) == ["model.rotary_emb.inv_freq"]
+    assert torch.equal(logits(model), expected["none"])
+
+
+def test_model_without_memory_is_refused(model):
+    with pytest.raises(ValueError, match="to_empty"):
+        rope_patch.restore(model.to("meta"))
+    with pytest.raises(TypeError, match="transformers model"):
+        rope_patch.restore(make_config())
+
+
+def test_config_edited_after_loading_takes_effect(model):
+    model.config.rope_parameters = dict(SCALINGS["yarn"])
+    model.config.max_position_embeddings = TARGET
+    lost = rope_patch.restore(model)
+    assert "model.rotary_emb.attention_scaling" in lost
+    assert torch.equal(logits(model), logits(scaled("yarn")))
+
+
+@pytest.mark.parametrize(("method", "options"), REQUESTS[1:])
+@pytest.mark.parametrize("lose", [zero, unscaled])
+def test_patched_model_keeps_its_patch(method, options, lose, model, expected):
+    handle = rope_patch.patch(model, method, factor=4, **options)
+    patched, buffers = logits(model), rotary_buffers(model)
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        lose(each)
+        lost = rope_patch.restore(each)
+        assert "model.rotary_emb.original_inv_freq" in lost or lose is unscaled
+        assert_same_buffers(each, buffers)
+        assert torch.equal(logits(each), patched)
+        assert rope_patch.restore(each) == []
+    assert_differs(patched, expected["none"])
+    handle.undo()
+    assert torch.equal(logits(model), expected["none"])
+
+
+def test_casts_keep_the_patch_after_in_place_writes(model, expected):
+    rope_patch.patch(model, "yarn", factor=4)
+    zero(model)
+    model.float()  # moves and casts set the exact values again
+    assert torch.equal(logits(model), expected["yarn"])
+
+
+@pytest.mark.parametrize("lose", [zero, through_meta])
+def test_undo_restores_what_was_lost_before_the_patch(lose, model, expected):
+    lose(model)
+    with rope_patch.patch(model, "yarn", factor=4):
+        patched = logits(model)
+        assert "model.rotary_emb.inv_freq" in rope_patch.restore(model)
+        assert torch.equal(logits(model), patched)
+    assert torch.equal(logits(model), expected["none"])
+
+
+def test_undo_stays_bit_exact_without_losses(model):
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq * (1 + 1e-7)  # as another device rounds
+    before = rotary.inv_freq.clone()
+    with rope_patch.patch(model, "yarn", factor=4):
+        assert rope_patch.restore(model) == []
+    assert torch.equal(rotary.inv_freq, before)
+
+
+def test_restoring_in_an_inner_block(model, expected):
+    zero(model)
+    with rope_patch.patch(model, "linear", factor=2):
+        linear = logits(model)
+        with rope_patch.patch(model, "yarn", factor=4):
+            rope_patch.restore(model)
+        assert torch.equal(logits(model), linear)
+    assert torch.equal(logits(model), expected["none"])
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="transformers 5.0 reads no scaling for Gemma 3")
+def test_patch_of_one_layer_type():
+    model = make_model("gemma3")
+    rope_patch.patch(model, "yarn", factor=4)
+    patched, buffers = logits(model), rotary_buffers(model)
+    zero(model)
+    lost = rope_patch.restore(model)
+    assert "model.rotary_emb.sliding_attention_inv_freq" in lost
+    assert_same_buffers(model, buffers)
+    assert torch.equal(logits(model), patched)

@@ -211,7 +211,7 @@ DEFECTS = [
         f"{_FOLDER}/compile_op.py",
         "        if not torch.compiler.is_compiling() and torch.jit.is_tracing():\n",
         "        if False:\n",
-        ("tests/patching/test_torch_modes.py::test_trace_of_a_length_dependent_method_is_refused",),
+        ("tests/patching/test_robustness.py::test_trace_of_a_length_dependent_method_is_refused",),
     ),
     Defect(
         "a token of an image counts by its first axis alone",

@@ -4,7 +4,7 @@ from regressions.defect import Defect
 
 _TESTS = "tests/methods"
 _FOLDER = "rope_patch/methods"
-_BAD_CONFIGS = "tests/patching/test_bad_configs.py"
+_REFUSALS = "tests/patching/test_refusals.py"
 
 DEFECTS = [
     Defect(
@@ -76,8 +76,8 @@ DEFECTS = [
         "        if not low < high:\n",
         "        if False:\n",
         (
-            f"{_BAD_CONFIGS}::test_exports_of_impossible_configs_are_refused",
-            f"{_BAD_CONFIGS}::test_bad_config_of_a_live_model_is_refused",
+            f"{_REFUSALS}::test_exports_of_impossible_configs_are_refused",
+            f"{_REFUSALS}::test_bad_config_of_a_live_model_is_refused",
         ),
     ),
     Defect(
@@ -86,9 +86,9 @@ DEFECTS = [
         "    if len({str(name) for name in names}) > 1:\n",
         "    if False:\n",
         (
-            f"{_BAD_CONFIGS}::test_bad_config_of_a_folder_is_refused",
-            f"{_BAD_CONFIGS}::test_unknown_rope_type_is_refused",
-            f"{_BAD_CONFIGS}::test_bad_config_of_a_live_model_is_refused",
+            f"{_REFUSALS}::test_bad_config_of_a_folder_is_refused",
+            f"{_REFUSALS}::test_unknown_rope_type_is_refused",
+            f"{_REFUSALS}::test_bad_config_of_a_live_model_is_refused",
         ),
     ),
     Defect(
@@ -96,7 +96,7 @@ DEFECTS = [
         f"{_FOLDER}/temperature.py",
         '        if self.kind == "log-n" and trained_length < 2:\n',
         "        if False:\n",
-        (f"{_BAD_CONFIGS}::test_log_n_needs_a_trained_length_with_a_logarithm",),
+        (f"{_REFUSALS}::test_bad_requests_change_nothing",),
     ),
     Defect(
         "a rotary width of 0 is read as the whole head",
@@ -142,7 +142,9 @@ DEFECTS = [
         f"{_FOLDER}/longrope.py",
         "        if self.start_tokens < 0 or self.start_tokens != int(self.start_tokens):\n",
         "        if self.start_tokens < 0:\n",
-        ("tests/patching/test_start_token_support.py::test_start_tokens_must_be_whole",),
+        (
+            "tests/patching/test_start_tokens.py::test_start_tokens_must_be_a_whole_number_within_the_trained_length",
+        ),
     ),
     Defect(
         "Self-Extend shifts by w - w/G, so that steps disagree with prompts unless G divides w",

@@ -52,16 +52,14 @@ DEFECTS = [
         "    if counted is not None and counted.numel() and _is_readable(counted):\n"
         "        return int(counted.max()) + 1\n",
         "",
-        (
-            f"{_TESTS}/test_length_warning.py::test_padding_is_not_counted_where_the_mask_alone_tells_it",
-        ),
+        (f"{_TESTS}/test_length_warning.py::test_one_warning_beyond_the_patched_length[masked]",),
     ),
     Defect(
         "a warning of outgrown lengths leaves out what the cache holds",
         f"{_FOLDER}/length_warning.py",
         "    return past + int(tokens.shape[1])\n\n\ndef _longest",
         "    return int(tokens.shape[1])\n\n\ndef _longest",
-        (f"{_TESTS}/test_length_warning.py::test_cached_tokens_count",),
+        (f"{_TESTS}/test_length_warning.py::test_one_warning_beyond_the_patched_length[steps]",),
     ),
     # -- one rule of positions ---------------------------------------------------------------------
     Defect(
@@ -115,16 +113,14 @@ DEFECTS = [
         f"{_FOLDER}/handle.py",
         "        if before is not None:\n            before._restore(model)\n",
         "",
-        (
-            f"{_TESTS}/test_nested_patches.py::test_leaving_the_inner_block_restores_the_outer_patch",
-        ),
+        (f"{_TESTS}/test_undo_log.py::test_blocks_restore_what_was_in_effect",),
     ),
     Defect(
         "a failed patch leaves the one before it undone",
         f"{_FOLDER}/entry_points.py",
         "        if active_patch:\n            active_patch._restore(model)\n        raise\n",
         "        raise\n",
-        (f"{_TESTS}/test_nested_patches.py::test_failed_patch_restores_the_previous_one",),
+        (f"{_TESTS}/test_undo_log.py::test_failed_patch_restores_the_previous_one",),
     ),
     Defect(
         "replicas of nn.DataParallel rotate and attend with the original's weights",
@@ -163,7 +159,7 @@ DEFECTS = [
         f"{_FOLDER}/defaults.py",
         "        torch.set_default_dtype(torch.float32)\n        try:\n",
         "        try:\n",
-        (f"{_TESTS}/test_torch_modes.py::test_default_dtype_does_not_change_the_patch",),
+        (f"{_TESTS}/test_every_patch.py::test_torchs_defaults_do_not_change_the_patch",),
     ),
     Defect(
         "a patched model cannot be traced or differentiated forwards",
@@ -173,8 +169,8 @@ DEFECTS = [
         "        or torch._C._are_functorch_transforms_active()\n",
         "        torch._C._are_functorch_transforms_active()\n",
         (
-            f"{_TESTS}/test_torch_modes.py::test_trace_matches_the_model",
-            f"{_TESTS}/test_torch_modes.py::test_forward_mode_derivatives_match_reverse_mode",
+            f"{_TESTS}/test_robustness.py::test_trace_matches_the_model",
+            f"{_TESTS}/test_robustness.py::test_forward_mode_derivatives_match_reverse_mode",
         ),
     ),
     Defect(
@@ -182,7 +178,7 @@ DEFECTS = [
         f"{_FOLDER}/kernels/position_passthrough.py",
         "    return x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0\n",
         "    return 0\n",
-        (f"{_TESTS}/test_torch_modes.py::test_in_place_changes_of_frequencies_are_seen",),
+        (f"{_TESTS}/test_robustness.py::test_in_place_changes_of_frequencies_are_seen",),
     ),
     Defect(
         "training fails after frequencies were packed in inference mode",
@@ -239,7 +235,7 @@ DEFECTS = [
         "",
         (
             f"{_TESTS}/attention_kernels/test_attention_forward.py::test_hooks_on_a_norm_get_its_output",
-            f"{_TESTS}/attention_kernels/test_deferred_norms.py::test_changes_between_forwards_take_effect_at_once",
+            f"{_TESTS}/attention_kernels/test_attention_forward.py::test_changes_between_forwards_take_effect_at_once",
         ),
     ),
     Defect(
@@ -248,7 +244,7 @@ DEFECTS = [
         "        finally:\n            end_deferral()\n",
         "        finally:\n            pass\n",
         (
-            f"{_TESTS}/attention_kernels/test_deferred_norms.py::test_error_within_an_attention_leaves_nothing_behind",
+            f"{_TESTS}/attention_kernels/test_attention_forward.py::test_error_within_an_attention_leaves_nothing_behind",
         ),
     ),
     Defect(
@@ -265,8 +261,8 @@ DEFECTS = [
         "        first = position_ids < self.tokens\n",
         "        first = (torch.arange(position_ids.shape[-1]) < self.tokens).expand_as(position_ids)\n",
         (
-            f"{_TESTS}/test_start_tokens.py::test_every_document_of_a_packed_row_has_start_tokens",
-            f"{_TESTS}/test_start_tokens.py::test_padded_rows_give_the_logits_of_single_rows",
+            f"{_TESTS}/test_position_rule.py::test_packed_rows[start tokens-longrope]",
+            f"{_TESTS}/test_position_rule.py::test_left_padding[start tokens-longrope-one pass]",
         ),
     ),
     Defect(
@@ -274,7 +270,7 @@ DEFECTS = [
         f"{_FOLDER}/start_tokens.py",
         "            geometries[layer_type].inv_freq(), geometries[layer_type].attention_factor\n",
         "            geometries[layer_type].unscaled_inv_freq()\n",
-        (f"{_TESTS}/test_start_token_support.py::test_start_tokens_keep_a_trained_scaling",),
+        (f"{_TESTS}/test_start_tokens.py::test_start_tokens_keep_a_trained_scaling",),
     ),
     Defect(
         "a temperature's factor is rounded to 16 bits before it multiplies queries",
@@ -288,9 +284,7 @@ DEFECTS = [
         f"{_FOLDER}/query_temperature.py",
         "    _require_no_own_temperature(config)\n    return find_attentions(",
         "    return find_attentions(",
-        (
-            f"{_TESTS}/test_query_temperature.py::test_models_with_a_temperature_of_their_own_are_refused",
-        ),
+        (f"{_TESTS}/test_query_temperature.py::test_models_that_take_no_temperature_are_refused",),
     ),
     Defect(
         "longrope on a checkpoint's own scaling is saved with its long set for short texts",
@@ -304,21 +298,23 @@ DEFECTS = [
         f"{_FOLDER}/continued_yarn.py",
         "    if target is None or target >= present:\n",
         "    if True:\n",
-        (f"{_TESTS}/test_trained_yarn.py::test_shorter_request_is_refused_with_both_lengths",),
+        (
+            f"{_TESTS}/architecture/test_trained_yarn.py::test_shorter_request_is_refused_with_both_lengths",
+        ),
     ),
     Defect(
         "yarn on a trained yarn stretches stretched frequencies instead of continuing them",
         f"{_FOLDER}/method_wrappers.py",
         "        if isinstance(self.inner, YaRN) and self.continued_yarn(geometry):\n",
         "        if False:\n",
-        (f"{_TESTS}/test_trained_yarn.py::test_factor_continues_one_yarn",),
+        (f"{_TESTS}/architecture/test_trained_yarn.py::test_factor_continues_one_yarn",),
     ),
     Defect(
         "latent attention loses the attention factor of its softmax scale",
         f"{_FOLDER}/handle.py",
         "base_softmax_scale(attention) * plan.shortest_softmax_mscale**2\n                if",
         "base_softmax_scale(attention)\n                if",
-        (f"{_TESTS}/test_mla_scale.py::test_yarn_matches_deepseeks_config",),
+        (f"{_TESTS}/architecture/test_softmax_scale.py::test_yarn_matches_deepseeks_config",),
     ),
     Defect(
         "restore leaves the softmax scale of latent attention as it is",

@@ -7,6 +7,8 @@ A separate test checks the configs that patching writes.
 import copy
 
 import pytest
+import torch
+import transformers
 from helpers.tiny_models import (
     FACTOR,
     FAMILIES,
@@ -15,13 +17,18 @@ from helpers.tiny_models import (
     OLD_TRANSFORMERS,
     SHORT,
     SHORT_FACTOR,
+    SIZES,
     TARGET,
     TRAINED,
     assert_close,
     assert_differs,
+    forward,
     logits,
+    make_config,
     make_model,
     make_native,
+    step_by_step,
+    tokens,
 )
 
 import rope_patch
@@ -168,21 +175,8 @@ def test_longrope_switches_factors_after_the_trained_length(family):
         assert_differs(logits(model, length), logits(other, length))
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_undo_restores_logits(family, name):
-    model = make_model(family)
-    before = {length: logits(model, length) for length in (SHORT, LONG)}
-    handle = apply(model, name)
-    for length, plain in before.items():
-        assert_differs(logits(model, length), plain)
-    handle.undo()
-    for length, plain in before.items():
-        assert logits(model, length).equal(plain)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_length_and_factor_give_the_same_patch(family):
-    by_factor, by_length = make_model(family), make_model(family)
+def test_length_and_factor_give_the_same_patch():
+    by_factor, by_length = make_model(), make_model()
     rope_patch.patch(by_factor, "yarn", factor=FACTOR)
     rope_patch.patch(by_length, "yarn", length=TARGET)
     assert logits(by_length).equal(logits(by_factor))
@@ -223,3 +217,112 @@ def test_layer_types_select_the_scaled_layers(layer_types):
         model, "gemma3", max_position_embeddings=TARGET, rope_parameters=parameters
     )
     assert_close(logits(model), logits(native))
+
+
+# -- nope, which transformers has as cos 1 and sin 0 -----------------------------------------------
+
+SHAPES = ["llama", "qwen3", "gemma3"]
+KERNELS = ["auto", "reference", "hf"]
+TEMPERATURE = "drope:0.412"
+
+
+def without_rotation(model):
+    """Return an unpatched copy whose rotary module returns cos = 1 and sin = 0."""
+    model = copy.deepcopy(model)
+    rotary = model.base_model.rotary_emb
+    forward = rotary.forward
+
+    def forward_without_rotation(x, position_ids, layer_type=None):
+        cos, sin = forward(x, position_ids, *([] if layer_type is None else [layer_type]))
+        if layer_type is not None and "sliding" in layer_type:
+            return cos, sin
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+    rotary.forward = forward_without_rotation
+    return model
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("family", SHAPES)
+def test_nope_matches_cos_1_and_sin_0(family, kernels):
+    model = make_model(family)
+    unrotated, plain = without_rotation(model), logits(model)
+    rope_patch.patch(model, "nope", kernels=kernels)
+    for length in (SHORT, TRAINED, LONG):
+        assert_close(logits(model, length), logits(unrotated, length))
+    assert_differs(logits(model), plain)
+    ids = tokens(TRAINED + 3)
+    assert_close(step_by_step(model, ids, TRAINED - 3), forward(unrotated, ids))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_positions_do_not_change_logits_of_nope(kernels):
+    model, ids = make_model(), tokens(LONG)
+    generator = torch.Generator().manual_seed(0)
+    random_positions = torch.randint(0, 10**6, (1, LONG), generator=generator)
+    mask = torch.ones_like(ids)  # else transformers takes jumps for document borders
+    plain = forward(model, ids, attention_mask=mask)
+    assert_differs(forward(model, ids, attention_mask=mask, position_ids=random_positions), plain)
+    rope_patch.patch(model, "nope", kernels=kernels)
+    expected = logits(model)
+    for positions in (random_positions, 3 * torch.arange(LONG)[None] + 7, torch.zeros_like(ids)):
+        assert_close(forward(model, ids, attention_mask=mask, position_ids=positions), expected)
+
+
+def test_nope_changes_only_full_attention_in_gemma3():
+    model = make_model("gemma3")
+    handle = rope_patch.patch(model, "nope")
+    assert list(handle.frequencies) == ["full_attention"]
+    assert "sliding_attention: unchanged" in handle.summary()
+    sliding = model.config.rope_parameters["sliding_attention"]
+    assert sliding == make_config("gemma3").rope_parameters["sliding_attention"]
+
+
+def test_partly_rotated_heads_lose_their_rotation():
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes)).eval()
+    unrotated = without_rotation(model)
+    rope_patch.patch(model, "nope")
+    assert_close(logits(model), logits(unrotated))
+
+
+@pytest.mark.parametrize(
+    ("request_", "length", "config_length"),
+    [
+        ({}, None, TRAINED),
+        ({"factor": 4}, TARGET, TARGET),
+        ({"length": TARGET}, TARGET, TARGET),
+        ({"temperature": TEMPERATURE}, None, TRAINED),
+        ({"temperature": TEMPERATURE, "length": TARGET}, TARGET, TARGET),
+    ],
+)
+def test_length_of_nope_is_optional(request_, length, config_length):
+    model = make_model()
+    handle = rope_patch.patch(model, "nope", **request_)
+    assert handle.length == length
+    assert model.config.max_position_embeddings == config_length
+
+
+def test_summary_and_diagnosis_of_nope_name_the_effect():
+    model = make_model()
+    plain = rope_patch.patch(model, "nope").summary()
+    assert plain.startswith("nope, 64 → any length")
+    assert "8 of 8 pairs changed (slowest: no longer rotates), attention factor 1\n" in plain
+    scaled = rope_patch.patch(model, "nope", temperature=TEMPERATURE, length=TARGET).summary()
+    assert scaled.startswith("nope, 64 → 256 tokens")
+    assert "attention logits ×1 + 0.412 ln(n / 64) beyond 64 tokens" in scaled
+    assert "stopped" in str(rope_patch.diagnose(make_model(), "nope"))
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="it has no proportional rotation")
+def test_native_config_without_rotating_pairs_can_be_patched(tmp_path):
+    """The native form has partial_rotary_factor 0, but the head still has pairs."""
+    model = make_model()
+    rope_patch.patch(model, "nope", length=TARGET)
+    rope_patch.save(model, tmp_path)
+    native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert native.config.max_position_embeddings == TARGET
+    assert native.config.rope_parameters["partial_rotary_factor"] == 0
+    handle = rope_patch.patch(native, "linear", factor=2, start="unscaled", trained_length=64)
+    assert handle.frequencies[None].inv_freq.all()

@@ -1,21 +1,36 @@
-"""One probe tells `patch` everything about a rotary module's class."""
+"""Test what `patch` finds out about rotary modules: by one probe, and which positions pairs take.
+
+The truth of M-RoPE's sections is Qwen's published rules.
+"""
 
 import pytest
 import torch
-from helpers.tiny_models import LONG_FACTOR, SHORT_FACTOR, make_model
+import transformers
+from architectures.tiny_architectures import tiny_model
+from helpers.mrope_reference import contiguous_axes, interleaved_axes
+from helpers.tiny_models import (
+    BEFORE_5_17,
+    LONG_FACTOR,
+    OLD_TRANSFORMERS,
+    SHORT_FACTOR,
+    make_model,
+)
+from helpers.vision_models import MODEL_TYPES, vision_model
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     Phi3Config,
     Qwen3Config,
 )
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 import rope_patch
-from rope_patch.methods import Frequencies
-from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.patching.architecture.rotary_traits import RotaryTraits
-from rope_patch.patching.defaults import torch_defaults
+from rope_patch.patching import RotaryTraits, find_rotaries
+from rope_patch.patching.architecture.mrope_sections import mrope_sections
 
 GEOMETRIES = {
     "llama": LlamaConfig(
@@ -73,8 +88,7 @@ def constructions(monkeypatch):
 
     def watch(model):
         built = []
-        (rotary,) = find_rotaries(model)
-        rotary_class = type(rotary.module)
+        rotary_class = type(model.model.rotary_emb)
         construct = rotary_class.__init__
 
         def counted(self, *args, **kwargs):
@@ -107,31 +121,78 @@ def test_start_tokens_build_no_other(family, constructions):
         assert len(built) == 1
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
-def test_the_probe_stays_as_it_was_built(family):
-    model = make_model(family)
-    (rotary,) = find_rotaries(model)
-    traits = RotaryTraits.of(model, rotary, rotary.module.config)
+# -- several positions a token ---------------------------------------------------------------------
 
-    def outputs():
-        x, positions = torch.zeros(1, 3, 4), torch.tensor([[0, 5, 900]])
-        extras = [() if name is None else (name,) for name in rotary.prefixes]
-        return [part for extra in extras for part in traits.probe(x, positions, *extra)]
+# Sections, dimensions of a head, the rule: the published checkpoints.
+PUBLISHED = {
+    "Qwen2-VL": (Qwen2VLTextModel, [16, 24, 24], contiguous_axes),
+    "Qwen2.5-VL": (Qwen2_5_VLTextModel, [16, 24, 24], contiguous_axes),
+    "Qwen3-VL": (Qwen3VLTextModel, [24, 20, 20], interleaved_axes),
+}
 
-    with torch_defaults():
-        before = outputs()
-    assert traits.is_buffer_used
-    assert not traits.is_interleaved
-    assert not traits.has_half_tables
-    assert not traits.repeats_interleaved
-    assert isinstance(traits.supports_per_row_frequencies, bool)
-    halved = {
-        layer_type: Frequencies(frequencies.inv_freq / 2)
-        for layer_type, frequencies in traits.frequencies.items()
+
+def sections_of(model):
+    config = model.config.get_text_config(decoder=True)
+    return mrope_sections(RotaryTraits.of(model, find_rotaries(model)[0], config))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sections_of_published_geometries(name):
+    kind, sections, rule = PUBLISHED[name]
+    if BEFORE_5_17 and rule is contiguous_axes:
+        pytest.skip("applies sections in the attention")
+    shape = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    config = kind.config_class(
+        **shape, head_dim=128, num_hidden_layers=1, vocab_size=8, rope_parameters=rope
+    )
+    with torch.device("meta"):
+        model = kind(config)
+    got = sections_of(model)
+    assert list(got) == rule(sections)
+    assert [got.count(axis) for axis in range(3)] == sections
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="has no such model")
+def test_sections_of_a_quarter_of_each_head():
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
     }
-    changed = traits.probe_with(halved)
-    with torch_defaults():
-        assert all(map(torch.equal, outputs(), before))
-    for prefix in rotary.prefixes.values():
-        name = f"{prefix}inv_freq"
-        assert torch.equal(getattr(changed, name), getattr(traits.probe, name) / 2)
+    with torch.device("meta"):
+        config = transformers.Qwen3_5TextConfig(
+            num_hidden_layers=1,
+            hidden_size=256,
+            vocab_size=8,
+            head_dim=256,
+            layer_types=["full_attention"],
+            rope_parameters=rope,
+        )
+        model = transformers.Qwen3_5ForCausalLM(config)
+    assert list(sections_of(model)) == interleaved_axes([11, 11, 10])
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_sections_of_tiny_models(model_type):
+    model = vision_model(model_type)
+    rule = contiguous_axes if model_type.startswith("qwen2") else interleaved_axes
+    sections = model.config.get_text_config().rope_parameters["mrope_section"]
+    assert list(sections_of(model)) == rule(sections)
+
+
+def test_one_position_a_token_has_no_sections():
+    assert sections_of(make_model()) is None
+
+
+@pytest.mark.parametrize("model_type", ["glm4v", "cohere_compass_text", "qwen4_exp_text"])
+def test_untested_architectures_are_refused(model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("has no such model")
+    model = tiny_model(model_type)
+    # The form of Cohere Compass in transformers 5.17 is refused before its positions are looked at.
+    reason = r"M-RoPE\), which cannot be followed in a cache yet|architecture is not supported yet"
+    with pytest.raises(ValueError, match=reason):
+        rope_patch.patch(model, "dynamic-yarn")
+    assert rope_patch.current(model) is None

@@ -7,12 +7,8 @@ import importlib
 from types import SimpleNamespace
 
 import pytest
-from helpers.tiny_models import (
-    MODELS,
-)
-from kernel_models import (
-    OTHERS,
-)
+from helpers.tiny_models import MODELS
+from kernel_models import OTHERS
 
 
 @pytest.fixture(autouse=True)

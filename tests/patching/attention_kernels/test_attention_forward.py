@@ -1,34 +1,33 @@
-"""Test patched attention forwards: norms, copies, hooks and recomputed activations."""
+"""Test patched attention forwards: copies, hooks, recomputed activations, and deferred norms.
 
-import copy
-import importlib
-import pickle
+Norms are left to the rotation only where nothing can see it, and never lost.
+"""
+
+import gc
+import threading
+import weakref
 
 import peft
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from helpers.tiny_models import (
-    SIZES,
-    assert_close,
-    make_model,
-    tokens,
-)
+from helpers.tiny_models import SIZES, assert_close, assert_differs, make_model, tokens
 from kernel_models import (
     FEW,
     OURS,
     backward,
     backward_all,
+    deferred_norms,
     logits,
-    modules_with_forward,
     patch,
+    patched_attentions,
     saved_bytes,
 )
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import register_module_forward_hook
 
 import rope_patch
-from rope_patch.patching.kernels.attention_forward import PatchedAttentionForward
-from rope_patch.patching.kernels.deferred_norms import norm_spec_of
 
 pytest.importorskip("triton")
 
@@ -44,29 +43,6 @@ def test_models_with_norms_save_less_for_backward(family, less):
     heads = SIZES["num_attention_heads"] + SIZES["num_key_value_heads"]
     unit = SIZES["num_hidden_layers"] * heads * SIZES["head_dim"] * FEW * 2
     assert (saved["hf"] - saved["triton"]) / unit > less - 0.25
-
-
-@pytest.mark.parametrize("kernels", ["auto", *OURS])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
-)
-def test_copies_are_independent(duplicate, family, kernels):
-    model = make_model(family)
-    plain = logits(model)
-    patch(model, kernels)
-    expected = logits(model)
-    other = duplicate(model)
-    rope_patch.unpatch(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert logits(other).equal(expected)
-    assert all(
-        vars(m)["forward"].module is m for m in modules_with_forward(other, PatchedAttentionForward)
-    )
-    rope_patch.unpatch(other)
-    assert logits(other).equal(plain)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -143,7 +119,7 @@ def test_modules_with_a_class_replaced_by_fsdp2(kernels):
         for module in (layer, layer.self_attn):
             module.__class__ = type(f"FSDP{type(module).__name__}", (type(module),), {})
     patch(model, kernels)
-    assert len(modules_with_forward(model, PatchedAttentionForward)) == SIZES["num_hidden_layers"]
+    assert len(patched_attentions(model)) == SIZES["num_hidden_layers"]
     assert_close(logits(model), expected)
 
 
@@ -180,17 +156,172 @@ def test_gradients_with_activation_checkpointing(kernels, family):
             torch.testing.assert_close(got, e, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("kind", "offset"),
-    [("qwen3.Qwen3RMSNorm", 0.0), ("llama.LlamaRMSNorm", 0.0), ("olmo2.Olmo2RMSNorm", 0.0),
-     ("gemma3.Gemma3RMSNorm", 1.0), ("qwen3_next.Qwen3NextRMSNorm", 1.0)],
-)  # fmt: skip
-def test_norms_are_recognised_by_their_computation(kind, offset):
-    model, name = kind.split(".")
-    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-    assert norm_spec_of(getattr(module, name)).offset == offset
+@pytest.mark.parametrize("kind", [lambda: nn.LayerNorm(SIZES["head_dim"], bias=False), nn.Identity])
+def test_norms_that_compute_something_else_are_called(kind):
+    model = make_model("qwen3")
+    for layer in model.model.layers:
+        layer.self_attn.q_norm, layer.self_attn.k_norm = kind(), kind()
+    with patch(model, "hf"):
+        expected = logits(model)
+    patch(model, "reference")
+    assert not deferred_norms(model)
+    assert_close(logits(model), expected)
 
 
-@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.Identity, nn.Linear])
-def test_other_modules_are_not_recognised_as_norms(kind):
-    assert norm_spec_of(kind) is None
+# -- deferred norms --------------------------------------------------------------------------------
+
+
+def q_norm(model):
+    return model.model.layers[0].self_attn.q_norm
+
+
+def double_output(module, args, output):
+    return 2 * output if type(module).__name__ == "Qwen3RMSNorm" else output
+
+
+def hook(model):
+    handle = q_norm(model).register_forward_hook(double_output)
+    return handle.remove
+
+
+def hook_globally(model):
+    return register_module_forward_hook(double_output).remove
+
+
+def replace_forward(model):
+    norm = q_norm(model)
+    norm.forward = lambda x: 2 * type(norm).forward(norm, x)
+    return lambda: vars(norm).pop("forward")
+
+
+def replace_weight(model):
+    norm, weight = q_norm(model), q_norm(model).weight
+    norm.weight = torch.nn.Parameter(3 * weight.detach())
+    return lambda: setattr(norm, "weight", weight)
+
+
+def replace_norm(model):
+    attention, norm = model.model.layers[0].self_attn, q_norm(model)
+    attention.q_norm = torch.nn.Identity()
+    return lambda: setattr(attention, "q_norm", norm)
+
+
+CHANGES = [hook, hook_globally, replace_forward, replace_weight, replace_norm]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_forwards_take_effect_at_once(change):
+    model = make_model("qwen3")
+    expected = []
+    for choice in ("hf", "reference"):
+        patch(model, choice)
+        results = [logits(model)]
+        undo = change(model)
+        results.append(logits(model))
+        undo()
+        results.append(logits(model))
+        if choice == "hf":
+            expected = results
+    assert_differs(expected[0], expected[1])
+    for got, e in zip(results, expected, strict=True):
+        assert_close(got, e)
+
+
+@pytest.mark.parametrize("kernels", OURS)
+def test_compiled_norm_is_called(kernels, reset_compiler):
+    """A norm that is compiled alone is called in a graph, where others decide differently."""
+    model = make_model("qwen3")
+    with patch(model, "hf"):
+        expected = logits(model)
+    patch(model, kernels)
+    q_norm(model).compile(backend="eager")
+    assert_close(logits(model), expected)
+
+
+def test_norm_outside_of_its_attention_norms():
+    model = make_model("qwen3")
+    x = torch.randn(1, 3, 4, 16)
+    expected = q_norm(model)(x)
+    patch(model, "reference")
+    assert q_norm(model)(x).equal(expected)
+    logits(model)
+    assert q_norm(model)(x).equal(expected)
+
+
+def test_error_within_an_attention_leaves_nothing_behind():
+    model = make_model("qwen3")
+    with patch(model, "hf"):
+        expected = logits(model)
+    patch(model, "reference")
+    handle = model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits(model)
+    handle.remove()
+    undo = hook(model)  # which what was decided before the error knows nothing of
+    assert_differs(logits(model), expected)
+    undo()
+    assert_close(logits(model), expected)
+    handle = model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits(model)
+    reference = weakref.ref(model.model.layers[0].self_attn)
+    del model, handle, undo
+    gc.collect()
+    assert reference() is None
+
+
+def test_threads_decide_separately():
+    """One thread stops between the norms, while another one runs the model without deferral."""
+    model = make_model("qwen3")
+    with patch(model, "hf"):
+        expected = logits(model)
+    patch(model, "reference")
+    reached, go, results = threading.Event(), threading.Event(), {}
+
+    def stop(*_):
+        if threading.current_thread() is first:
+            reached.set()
+            assert go.wait(60)
+
+    model.model.layers[0].self_attn.k_proj.register_forward_hook(stop)
+    first = threading.Thread(target=lambda: results.update(first=logits(model)))
+    first.start()
+    assert reached.wait(60)
+    with forward_ad.dual_level():  # in which kernels do not run
+        results["second"] = logits(model)
+    go.set()
+    first.join()
+    for name in ("first", "second"):
+        assert_close(results[name], expected)
+
+
+def test_attention_called_alone():
+    model = make_model("qwen3")
+    attention, x = model.model.layers[0].self_attn, torch.randn(1, 5, 64)
+    with torch.no_grad():
+        expected = None
+        for kernels in ("hf", "reference", "triton"):
+            with patch(model, kernels):
+                embeddings = model.model.rotary_emb(x, torch.arange(5)[None])
+                got = attention(x, position_embeddings=embeddings, attention_mask=None)[0]
+            expected = got if expected is None else expected
+            assert_close(got, expected)
+
+
+def test_temperature_around_the_forward_keeps_norms_deferred():
+    """An interceptor copies the copied forward, too."""
+    model = make_model("qwen3")
+    options = {"factor": 4, "temperature": "log-n"}
+    with rope_patch.patch(model, "yarn", kernels="hf", **options):
+        expected = logits(model)
+    rope_patch.patch(model, "yarn", kernels="reference", **options)
+    calls, norm = [], type(q_norm(model))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        original = norm.forward
+        monkeypatch.setattr(norm, "forward", lambda *a: calls.append(a[0]) or original(*a))
+        assert_close(logits(model), expected)
+    names = {"q_norm", "k_norm"}
+    deferred = [m for n, m in model.named_modules() if n.rpartition(".")[2] in names]
+    assert deferred
+    assert calls  # those of the layers' own norms
+    assert not any(each is norm for each in calls for norm in deferred)

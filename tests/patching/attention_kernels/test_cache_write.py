@@ -1,6 +1,7 @@
 """Test that rotation and the write into a static cache are one launch, and else as before."""
 
 import copy
+import importlib
 import types
 from contextlib import contextmanager
 
@@ -86,7 +87,7 @@ def assert_as_transformers(model, cache, expected_cache, method="yarn", **kwargs
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "olmo2", "cohere", "glm", "gpt_neox"])
 def test_one_launch_a_layer(family):
-    model = make_model(family)
+    model = make_model(family, num_hidden_layers=1)
     names = assert_as_transformers(model, make_cache(model), make_cache(model))
     layers = model.config.num_hidden_layers
     assert names.count("write_kernel") == layers * (1 + STEPS)
@@ -198,14 +199,6 @@ def test_tokens_past_the_end_become_nan():
 # -- where the update stays ------------------------------------------------------------------------
 
 
-class LoggingCache(StaticCache):
-    """A cache with an update of its own."""
-
-    def update(self, *args, **kwargs):
-        self.updates = getattr(self, "updates", 0) + 1
-        return super().update(*args, **kwargs)
-
-
 class ScalingLayer(StaticLayer):
     """A layer with an update of its own."""
 
@@ -213,55 +206,50 @@ class ScalingLayer(StaticLayer):
         return super().update(key_states, 2 * value_states, *args, **kwargs)
 
 
-def set_layers(cache):
+def set_layers(cache, monkeypatch):
     cache.layers = [ScalingLayer(max_cache_len=SLOTS) for _ in cache.layers]
 
 
-def patch_cache(cache):
+def patch_cache(cache, monkeypatch):
     update = cache.update
     cache.update = types.MethodType(
         lambda self, k, v, *args, **kwargs: update(k, v + 1, *args, **kwargs), cache
     )
 
 
-def patch_layers(cache):
+def patch_layers(cache, monkeypatch):
     for layer in cache.layers:
         update = layer.update
         layer.update = lambda k, v, *args, update=update, **kwargs: update(k, 2 * v)
 
 
-@pytest.mark.parametrize("change", [set_layers, patch_cache, patch_layers])
-def test_updates_of_users_are_called(change):
-    model = make_model("llama")
-    caches = [make_cache(model) for _ in range(2)]
-    for cache in caches:
-        change(cache)
-    assert "write_kernel" not in assert_as_transformers(model, *caches)
-    plain = make_cache(model)
+def derive_cache(cache, monkeypatch):
+    class Scaling(type(cache)):
+        def update(self, key_states, value_states, *args, **kwargs):
+            return super().update(key_states, 2 * value_states, *args, **kwargs)
+
+    cache.__class__ = Scaling
+
+
+def patch_class(cache, monkeypatch):
+    update = StaticLayer.update
+    if update.__module__ != __name__:
+        replaced = lambda self, k, v, *args, **kwargs: update(self, k, 2 * v, *args, **kwargs)  # noqa: E731
+        monkeypatch.setattr(StaticLayer, "update", replaced)
+
+
+@pytest.mark.parametrize(
+    "change", [set_layers, patch_cache, patch_layers, derive_cache, patch_class]
+)
+def test_updates_of_users_are_called(change, monkeypatch):
+    model = make_model("llama", num_hidden_layers=1)
+    plain, *caches = (make_cache(model) for _ in range(3))
     with patch(model, "hf"):
         decode(model, plain)
-    assert not caches[0].layers[0].values.allclose(plain.layers[0].values)
-
-
-def test_subclass_with_an_update_is_called():
-    model = make_model("llama")
-    caches = [make_cache(model, LoggingCache) for _ in range(2)]
+    for cache in caches:
+        change(cache, monkeypatch)
     assert "write_kernel" not in assert_as_transformers(model, *caches)
-    assert caches[0].updates == caches[1].updates == model.config.num_hidden_layers * (1 + STEPS)
-
-
-def test_update_replaced_on_the_class(monkeypatch):
-    calls, update = [], StaticLayer.update
-
-    def record(self, *args, **kwargs):
-        calls.append(self)
-        return update(self, *args, **kwargs)
-
-    monkeypatch.setattr(StaticLayer, "update", record)
-    model = make_model("llama")
-    names = assert_as_transformers(model, make_cache(model), make_cache(model))
-    assert "write_kernel" not in names
-    assert len(calls) == 2 * model.config.num_hidden_layers * (1 + STEPS)
+    assert not caches[0].layers[0].values.allclose(plain.layers[0].values)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
@@ -311,90 +299,47 @@ def test_unpatched_and_copied_models_update_the_cache_themselves():
 
 # -- the forward's source --------------------------------------------------------------------------
 
+SOURCE = """
+import torch
+
+SHARED = None
 
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     return q, k
 
-
-class Plain(torch.nn.Module):
+class Attention(torch.nn.Module):
     def forward(self, q, k, v, cos, sin, past_key_values=None):
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         return q, k, v
+"""
+UPDATE = "past_key_values.update(k, v, self.layer_idx)"
+BRANCH = f"        if past_key_values is not None:\n            k, v = {UPDATE}\n"
+# What stands in the place of a part of the forward, with which the update stays.
+CHANGES = {
+    "reads between": (BRANCH, "        q = q * 2\n" + BRANCH),
+    "other use": ("return q, k, v", "return q, k, v, past_key_values"),
+    "other arguments": (UPDATE, UPDATE.replace("idx)", 'idx, {"scale": 1})')),
+    "other names": (BRANCH, "        key = k\n" + BRANCH.replace("update(k", "update(key")),
+    "swapped": (f"k, v = {UPDATE}", "k, q = past_key_values.update(k, q, self.layer_idx)"),
+    "otherwise": (BRANCH, BRANCH + "        else:\n            k = k * 2\n"),
+    "global": ("past_key_values", "SHARED"),
+}
 
 
-class ReadsBetween(torch.nn.Module):
-    def forward(self, q, k, v, cos, sin, past_key_values=None):
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        q = q * 2
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        return q, k, v
-
-
-class OtherUse(torch.nn.Module):
-    def forward(self, q, k, v, cos, sin, past_key_values=None):
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        return q, k, v, past_key_values
-
-
-class OtherArguments(torch.nn.Module):
-    def forward(self, q, k, v, cos, sin, past_key_values=None):
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx, {"scale": 1})
-        return q, k, v
-
-
-class OtherNames(torch.nn.Module):
-    def forward(self, q, k, v, cos, sin, past_key_values=None):
-        q, k2 = apply_rotary_pos_emb(q, k, cos, sin)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k2, v, self.layer_idx)
-        return q, k, v
-
-
-class Swapped(torch.nn.Module):
-    def forward(self, q, k, v, cos, sin, past_key_values=None):
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        if past_key_values is not None:
-            k, q = past_key_values.update(k, q, self.layer_idx)
-        return q, k, v
-
-
-class Otherwise(torch.nn.Module):
-    def forward(self, q, k, v, cos, sin, past_key_values=None):
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        else:
-            k = k * 2
-        return q, k, v
-
-
-class Global(torch.nn.Module):
-    def forward(self, q, k, v, cos, sin):
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        if SHARED is not None:
-            k, v = SHARED.update(k, v, self.layer_idx)
-        return q, k, v
-
-
-SHARED = None
-
-
-@pytest.mark.parametrize(
-    ("attention", "name"),
-    [
-        (Plain, "past_key_values"),
-        *((x, None) for x in (ReadsBetween, OtherUse, OtherArguments, OtherNames, Swapped)),
-        *((x, None) for x in (Otherwise, Global)),
-    ],
-)
-def test_only_an_update_right_after_the_rotation_counts(attention, name):
-    usage = inspect_forward(attention)
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_only_an_update_right_after_the_rotation_counts(change, tmp_path, monkeypatch):
+    source = SOURCE
+    if change == "global":
+        source = source.replace(", past_key_values=None", "")
+    if change is not None:
+        old, new = CHANGES[change]
+        assert old in source
+        source = source.replace(old, new)
+    name = f"attention_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    usage = inspect_forward(importlib.import_module(name).Attention)
     assert usage.rotates
-    assert usage.cache_name == name
+    assert usage.cache_name == ("past_key_values" if change is None else None)

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import random
+import re
 import sys
 import threading
 
@@ -18,9 +19,7 @@ from transformers.models.llama.modeling_llama import (
 
 import rope_patch
 from rope_patch.patching.proof import first_use
-from rope_patch.patching.proof.first_use import VARIABLE
 from rope_patch.transformers_api import releases
-from rope_patch.utils import cache_folder
 
 STRETCHES = [1 + 0.4 * pair for pair in range(8)]
 REQUESTS = {
@@ -44,8 +43,8 @@ REQUESTS = {
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """Demand proofs, in a process that made none and with an empty cache folder."""
-    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv("ROPE_PATCH_CACHE", str(tmp_path))
+    monkeypatch.setenv("ROPE_PATCH_PROOF", "1")
     forget(monkeypatch)
     return tmp_path / "proofs"
 
@@ -68,8 +67,10 @@ def forbid(monkeypatch):
     monkeypatch.setattr(first_use, "prove", prove)
 
 
-@pytest.mark.parametrize("kind", REQUESTS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*(("llama", kind) for kind in REQUESTS), ("qwen3", "dynamic"), ("gemma3", "dynamic")],
+)
 def test_a_passed_proof_is_remembered(family, kind, folder, monkeypatch):
     model, (method, options) = make_model(family), REQUESTS[kind]
     rope_patch.patch(model, method, **options).undo()
@@ -125,17 +126,19 @@ def test_a_folder_that_cannot_be_written_forgets(folder, monkeypatch):
     ],
 )
 def test_releases_that_were_not_tested_are_proven(version, variable, runs, folder, monkeypatch):
-    monkeypatch.setattr(releases, "transformers_version", lambda: version)
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(
+        "rope_patch.transformers_api.releases.transformers_version", lambda: version
+    )
+    monkeypatch.delenv("ROPE_PATCH_PROOF")
     if variable is not None:
-        monkeypatch.setenv(VARIABLE, variable)
+        monkeypatch.setenv("ROPE_PATCH_PROOF", variable)
     rope_patch.patch(make_model(), "yarn", factor=4)
     assert remembered(folder) == runs
 
 
 def test_another_value_of_the_variable_is_an_error(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "yes")
-    with pytest.raises(rope_patch.Refused, match=r"ROPE_PATCH_PROOF must be 1 .* got 'yes'"):
+    monkeypatch.setenv("ROPE_PATCH_PROOF", "yes")
+    with pytest.raises(rope_patch.Refused, match=r"ROPE_PATCH_PROOF.*'yes'"):
         rope_patch.patch(make_model(), "yarn", factor=4)
 
 
@@ -199,8 +202,11 @@ def named(rotary):
 @pytest.mark.parametrize(
     ("rotary", "request_", "problem"),
     [
-        (UnscaledChunks, REQUESTS["static"], "cached steps equal one pass: logits are off by"),
-        (UnscaledChunks, REQUESTS["static"], "cached chunks equal one pass: logits are off by"),
+        (
+            UnscaledChunks,
+            REQUESTS["static"],
+            r"cached steps equal one pass: logits are off by.*cached chunks equal one pass",
+        ),
         pytest.param(
             *(FirstRowForAll, REQUESTS["dynamic"], "rows padded on the left equal rows alone"),
             marks=pytest.mark.skipif(BEFORE_5_23, reason="modules are called row by row"),
@@ -217,7 +223,7 @@ def test_what_is_wrong_is_refused_by_name(rotary, request_, problem, folder):
         with pytest.raises(rope_patch.Refused) as refusal:
             rope_patch.patch(model, method, **options)
         message = str(refusal.value)
-        assert problem in message
+        assert re.search(problem, message)
         assert f"{rotary.__name__}Llama" in message
         for step in (f"transformers<={releases.NEWEST_TESTED}", "ROPE_PATCH_PROOF=0"):
             assert step in message
@@ -231,7 +237,7 @@ def test_rows_of_one_frequency_pass_where_all_rows_have_it():
 
 
 def test_a_patch_goes_on_at_the_users_own_risk(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "0")
+    monkeypatch.setenv("ROPE_PATCH_PROOF", "0")
     assert rope_patch.patch(named(UnscaledChunks)(make_config()), "yarn", factor=4).active
 
 
