@@ -7,8 +7,7 @@ import torch
 from helpers.tiny_models import LONG_FACTOR, TARGET, TRAINED, make_model
 
 import rope_patch
-from rope_patch.patching.method_wrappers import unwrap
-from rope_patch.serving.vllm.rope_type import method_name, our_parameters, read_request
+from rope_patch.serving import method_name, our_parameters, read_request
 
 METHODS = {
     "dynamic-yarn": {},
@@ -113,4 +112,4 @@ def test_a_base_that_the_model_was_trained_with_is_written_out():
         expected = handle.frequencies_at(length)[None]
         torch.testing.assert_close(got.inv_freq, expected.inv_freq, rtol=1e-12, atol=0)
     assert parameters["original_max_position_embeddings"] == geometry.trained_length
-    assert unwrap(handle.method).name == "dynamic-yarn"
+    assert method_name(parameters["rope_type"]) == "dynamic-yarn"
