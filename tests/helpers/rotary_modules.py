@@ -32,14 +32,18 @@ def find_rotaries(model: nn.Module) -> list[RotaryModule]:
     return [
         RotaryModule(module, prefixes)
         for module in model.modules()
-        if type(getattr(module, "config", None)) is text and (prefixes := _prefixes(module))
+        if isinstance(getattr(module, "config", None), text) and (prefixes := _prefixes(module))
     ]
 
 
 def _prefixes(module: nn.Module) -> dict[str | None, str]:
-    own = [name for name in module._buffers if name.endswith("inv_freq") and "original" not in name]
-    names = {name.removesuffix("inv_freq") for name in own}
-    return {prefix.removesuffix("_") or None: prefix for prefix in sorted(names)}
+    names = [name for name in module._buffers if name.endswith("inv_freq")]
+    prefixes = [name.removesuffix("inv_freq") for name in names]
+    return {
+        prefix.removesuffix("_") or None: prefix
+        for prefix in prefixes
+        if "original" not in prefix and hasattr(module, f"{prefix}attention_scaling")
+    }
 
 
 def transformers_frequencies(
