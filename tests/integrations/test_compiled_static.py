@@ -42,8 +42,8 @@ def is_static(name):
         return False
 
 
-# A plain one, one with an attention factor, one of pairs that stand still, one of several sets.
-QUICK = ("linear", "yarn", "nope", "longrope")
+# One with an attention factor, one of pairs that stand still, one of several sets.
+QUICK = ("yarn", "nope", "longrope")
 STATIC = [name for name in frequency_methods() if name != "default" and is_static(name)]
 
 
@@ -75,8 +75,8 @@ def slow_unless_quick(method):
     ("family", "method", "kernels"),
     [
         *map(slow_unless_quick, STATIC),
-        ("qwen3", "yarn", "auto"),
-        ("gemma3", "yarn", "hf"),
+        pytest.param("qwen3", "yarn", "auto", marks=pytest.mark.slow),
+        pytest.param("gemma3", "yarn", "hf", marks=pytest.mark.slow),
         ("gemma3", "yarn", "reference"),
     ],
 )
