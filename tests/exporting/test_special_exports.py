@@ -10,6 +10,7 @@ import pytest
 import torch
 from architectures.tiny_architectures import tiny_model
 from checkpoints import CHECKPOINTS, GEMMA3, PHI3_LONG, make_checkpoint_model, make_patched
+from helpers.tiny_models import make_model
 from roundtrip import assert_same_rotation, empty_model, needs_nested_yarn
 from transformers import (
     AutoConfig,
@@ -23,7 +24,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 
 import rope_patch
 from rope_patch.exporting import ENGINES
-from rope_patch.serving import method_name, our_parameters
+from rope_patch.serving import method_name, our_parameters, read_request
 
 OTHER_ENGINES = [engine for engine in ENGINES if not engine.startswith("transformers")]
 
@@ -153,6 +154,63 @@ class TestLengthDependent:
             rope_patch.Refused, match=r"no config has a form for it.*rope_patch\.load"
         ):
             rope_patch.export(patched_model, engine)
+
+
+class TestPluginForVllm:
+    """Test what vLLM's plugin reads; tests/serving builds its tables from exports of one layer."""
+
+    def export(self, family="llama", method="dynamic-yarn", **options):
+        """Return the overrides that vLLM's command line has, the export and the patch."""
+        model = make_model(family)
+        handle = rope_patch.patch(model, method, kernels="hf", **options)
+        export = rope_patch.export(model, "vllm")
+        assert export.arguments[0] == "--hf-overrides"
+        return json.loads(export.arguments[1]), export, handle
+
+    @pytest.mark.parametrize(
+        ("method", "options"),
+        [
+            ("dynamic-ntk-by-parts", {"length": 256, "beta_fast": 16.0}),
+            ("mixed-abf", {"factor": 4}),
+        ],
+    )
+    def test_one_of_several_layer_types_is_read_as_patched(self, method, options):
+        fields, _, handle = self.export("gemma3", method, **options)
+        own = handle.original_config.rope_parameters["sliding_attention"]
+        assert fields["rope_parameters"]["sliding_attention"] == own
+        (parameters,) = our_parameters(fields["rope_parameters"])
+        request = read_request(parameters)
+        ((layer_type, geometry),) = handle.geometries.items()
+        geometry_read = request.geometry(geometry.head_dim, geometry.rotary_dim)
+        for length in (10, 64, 65, 100, 256):
+            got = request.method.frequencies_at(geometry_read, length)
+            assert got.close_to(handle.frequencies_at(length)[layer_type])
+
+    @pytest.mark.parametrize("length", [256, 100, 193, 777])
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    def test_vllm_derives_at_least_the_length_from_the_fields(self, family, length):
+        fields, export, _ = self.export(family, length=length)
+        (parameters,) = our_parameters(fields["rope_parameters"])
+        # The rule of vLLM 0.32's config/model.py.
+        scale = 1 if family == "gemma3" else parameters["factor"]
+        assert length <= fields["max_position_embeddings"] * scale < length + 1
+        assert export.arguments[2:] == ["--max-model-len", str(length)]
+
+    def test_without_a_length_the_longest_request_is_four_times_the_trained_length(self):
+        _, export, _ = self.export()
+        assert export.arguments[2:] == ["--max-model-len", str(4 * 64)]
+        assert any("no length was named" in note for note in export.notes)
+
+    @pytest.mark.parametrize("method", ["yarn", "linear", "ntk", "abf"])
+    def test_what_vllm_has_a_form_for_needs_no_plugin(self, method):
+        fields, export, _ = self.export(method=method, factor=4)
+        assert not our_parameters(fields["rope_parameters"])
+        assert not export.needs_plugin
+        assert not any("plugin" in note for note in export.notes)
+
+    def test_growth_with_every_token_is_refused(self):
+        with pytest.raises(rope_patch.Refused, match="leave it out"):
+            self.export(growth="exact")
 
 
 class TestConfigs:
