@@ -1,32 +1,22 @@
 """Test the code of docs/contributing.md as its reader does: by --plugin, and as a package."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.commands import run_in_new_process, run_in_this_process
+
+import rope_patch
+
+tomllib = pytest.importorskip("tomllib", reason="a part of Python from 3.11 on")
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "tests" / "assets" / "tiny-llama")
 PAGE = (ROOT / "docs" / "contributing.md").read_text()
 FILES = dict(re.findall(r'```python title="(\w+\.py)"\n(.*?)```', PAGE, flags=re.DOTALL))
 ENTRY_POINTS = re.search(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)[1]
-BUILD = """[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "my-package"
-version = "1.2"
-
-[tool.setuptools]
-packages = ["my_package"]
-
-"""
 SMALL = ["--lengths", "352", "--samples", "2", "--tasks", "rp_niah_single_2_ll"]
 SLOW = [1.0] * 8 + [2.0] * 8  # the stretches of tiny-llama's 16 pairs, at factor 2
 
@@ -34,17 +24,22 @@ SLOW = [1.0] * 8 + [2.0] * 8  # the stretches of tiny-llama's 16 pairs, at facto
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     """Install the page's package, and return the variables with which processes find it."""
-    folder = tmp_path_factory.mktemp("package")
-    (folder / "my_package").mkdir()
-    (folder / "my_package" / "__init__.py").touch()
+    site = tmp_path_factory.mktemp("site")
+    (site / "my_package").mkdir()
+    (site / "my_package" / "__init__.py").touch()
     for name, text in FILES.items():
-        (folder / "my_package" / name).write_text(text)
-    (folder / "pyproject.toml").write_text(BUILD + ENTRY_POINTS)
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", folder / "site"]
-    result = subprocess.run([*command, folder], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return {"PYTHONPATH": str(folder / "site")}
+        (site / "my_package" / name).write_text(text)
+    information = site / "my_package-1.2.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.2\n")
+    groups = tomllib.loads(ENTRY_POINTS)["project"]["entry-points"]
+    lines = [
+        line
+        for group, entries in groups.items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
+    ]
+    (information / "entry_points.txt").write_text("\n".join(lines))
+    return {"PYTHONPATH": str(site)}
 
 
 def test_a_method_takes_twelve_lines():
@@ -96,32 +91,16 @@ def test_an_installed_package_gives_the_method_and_the_engine(environment):
     assert "unknown engine 'my-engine'" in unknown.stderr
 
 
-def test_a_saved_folder_needs_no_package(environment, tmp_path):
-    save = f"""
-import rope_patch
-model = rope_patch.load({TINY!r}, "slow-half", factor=2)
-rope_patch.save(model, "saved")
-print(rope_patch.current(model).frequencies[None].inv_freq.tolist())
-"""
-    load = """
-import rope_patch
-model = rope_patch.load("saved")
-print(rope_patch.current(model).frequencies[None].inv_freq.tolist())
-"""
-
-    def run(code, **variables):
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        )
-
-    saved, loaded = run(save, **environment), run(load)
-    assert saved.stdout == loaded.stdout
-    assert "of the package my-package 1.2 is not loaded here" in loaded.stderr
-    sidecar = json.loads((tmp_path / "saved" / "rope_patch.json").read_text())
+def test_a_saved_folder_needs_no_package(environment, tmp_path, caplog):
+    folder = tmp_path / "saved"
+    words = ["--method", "slow-half", "--factor", "2", "--to", folder]
+    saved = run_in_new_process("patch", TINY, *words, **environment)
+    assert saved.returncode == 0, saved.stderr
+    handle = rope_patch.current(rope_patch.load(folder))
+    stretched = rope_patch.frequencies("default", head_dim=32, theta=1e4, trained_length=256)
+    expected = stretched.inv_freq / torch.tensor(SLOW, dtype=torch.float64)
+    torch.testing.assert_close(handle.frequencies[None].inv_freq, expected, rtol=1e-12, atol=0)
+    assert "my-package 1.2 is not loaded here" in caplog.text
+    sidecar = json.loads((folder / "rope_patch.json").read_text())
     assert sidecar["outside"]["package"] == "my-package"
     assert sidecar["native"]

@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from helpers.commands import run_in_this_process
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import rope_patch
 from rope_patch import tasks
 from rope_patch.cli import app
-from rope_patch.evaluation.request import MEASURES, SHORT
 from rope_patch.methods import registered_methods
-from rope_patch.searching.strategies.registry import STRATEGIES
-from rope_patch.tasks import short
-from rope_patch.training import recipe_files
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "assets" / "tiny-llama"
@@ -163,22 +160,37 @@ def test_commands_are_ones_that_the_command_line_takes(page):
     themselves do that.
     """
     commands = typer.main.get_command(app).commands
+    helps = {
+        f"{name} {option.name}": set(re.findall(r"[\w-]+", getattr(option, "help", None) or ""))
+        for name in ("eval", "search")
+        for option in commands[name].params
+    }
+    known_tasks = {*helps["eval tasks"], *tasks.names(), *tasks.groups()}
     for line in command_lines(page):
         name, *words = command_words(line)
         with commands[name].make_context(name, words) as context:
             given = {key: value for key, value in context.params.items() if value is not None}
         if name in ("eval", "compare") and not given.get("include_path"):
-            own = {*MEASURES, SHORT, *short.names(), *tasks.names(), *tasks.groups()}
-            assert set((given.get("tasks") or SHORT).split(",")) <= own, line
+            measured = set((given.get("tasks") or "rp_short").split(","))
+            assert measured <= known_tasks, line
         if name in ("eval", "compare", "patch", "export", "diagnose") and not given.get("plugin"):
             asked = given.get("method") or "none"
             methods = ",".join([asked] if isinstance(asked, str) else asked).split(",")
             known = {"none", *registered_methods()}
             assert {m for m in methods if "/" not in m and "$" not in m} <= known, line
         if name == "search":
-            assert given["strategy"] in STRATEGIES, line
+            assert given["strategy"] in helps["search strategy"], line
         if name == "finetune":
-            recipe_files.find_recipe(Path(words[words.index("--config") + 1]))
+            assert_in_the_package(words[words.index("--config") + 1])
+
+
+def assert_in_the_package(recipe):
+    """Assert that a recipe or a launch file is one that `rope-patch recipes` writes."""
+    path = Path(recipe)
+    assert path.parent in (Path(), Path("recipes/configs")), recipe
+    result = run_in_this_process("recipes", path.stem)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
 
 
 def test_documented_commands_need_no_checkout(tmp_path, monkeypatch):
@@ -187,10 +199,11 @@ def test_documented_commands_need_no_checkout(tmp_path, monkeypatch):
     recipes = re.findall(r"finetune .*?--config (\S+)", text)
     assert len(recipes) > 4
     for recipe in recipes:
-        assert recipe_files.find_recipe(Path(recipe.strip("`"))).is_file()
+        assert_in_the_package(recipe.strip("`"))
     files = re.findall(r"rope-patch recipes ([a-z]\w+) > ", text)
     assert len(files) > 2
-    assert all(recipe_files.read_file(file) for file in files)
+    for file in files:
+        assert_in_the_package(file)
     assert re.findall(r"--include_path (\S+)", text) == ['"$(rope-patch'] * 2
     scripts = re.findall(r"`python recipes/experiments/(\w+)\.py[^`]*`(,\s+in\s+a\s+clone)?", text)
     assert scripts

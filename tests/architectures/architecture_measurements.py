@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from architectures.cached_rotation import assert_followed
 from architectures.tiny_architectures import TRAINED, mentions_rotation, tiny_model
+from helpers.rotary_modules import find_rotaries
 from torch import nn
 
 import rope_patch
-from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.rope_config import by_layer_type, config_rope_type
 
 FACTOR = 4
 SHORT, LONG = 40, 150
@@ -141,6 +140,17 @@ def replaces_scaling(handle: Any) -> bool:
         config_rope_type(original_parameters[kind]) != "default" and not geometry.base
         for kind, geometry in handle.geometries.items()
     )
+
+
+def by_layer_type(parameters: dict[str, Any]) -> dict[str | None, dict[str, Any]]:
+    """Return `rope_parameters` by layer type; flat entries beside layer types say nothing."""
+    nested = {kind: inner for kind, inner in parameters.items() if isinstance(inner, dict)}
+    return nested or {None: parameters}
+
+
+def config_rope_type(parameters: dict[str, Any]) -> str:
+    """Return the name of a config's own scaling."""
+    return parameters.get("rope_type") or parameters.get("type") or "default"
 
 
 def _continued_yarn(geometry: Any, own: dict[str, Any]) -> tuple[torch.Tensor, float]:

@@ -210,14 +210,15 @@ def _reasons(rows: dict[str, Any], names: list[str], column: str, title: str) ->
     for name in names:
         status = rows[name][column]
         if status and status != "patched":
-            groups.setdefault(_general(status), []).append(name)
+            groups.setdefault(general(status), []).append(name)
     lines = [f"**{title}:**", ""]
     for reason, members in sorted(groups.items(), key=lambda pair: (-len(pair[1]), pair[0])):
         lines.append(f"- {_listed(members)}: {reason}")
     return [*lines, ""]
 
 
-def _general(status: str) -> str:
+def general(status: str) -> str:
+    """Return a refusal without the names of the architecture's classes."""
     reason = status.removeprefix("refused: ")
     words = [
         "the model" if re.match(r"\w+(CausalLM|Config|Attention|Generation|Embedding)\b", w) else w

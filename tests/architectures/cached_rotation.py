@@ -10,12 +10,11 @@ import itertools
 from typing import Any
 
 import torch
+from helpers.releases import CACHE
+from helpers.rotary_modules import find_rotaries
 from helpers.tiny_models import BEFORE_5_17
 
 import rope_patch
-from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.transformers_api.caches import cache_in_output
-from rope_patch.transformers_api.forwards import cache_arguments
 
 TRAINED, FIRST, SECOND, SHIFT = 16, 10, 12, 3
 FACTOR = 2 ** (2 / 4)  # the first step 2^(k / 4) that serves 22 tokens
@@ -73,8 +72,10 @@ def _read(model: Any, count: int, first: int = 0, cache: Any = None) -> Any:
     generator = torch.Generator().manual_seed(first if cache is not None else 1)
     ids = torch.randint(4, 100, (1, count), generator=generator)
     positions = torch.arange(first, first + count)[None]
-    given = {"position_ids": positions, "use_cache": True, **cache_arguments(model, cache)}
-    return cache_in_output(model(input_ids=ids, **given))
+    given = {"position_ids": positions, "use_cache": True}
+    if cache is not None:
+        given[CACHE] = cache
+    return model(input_ids=ids, **given)[CACHE]
 
 
 def _cached(cache: Any) -> Cached:

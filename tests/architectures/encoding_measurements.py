@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from architectures.text_models import text_output, tiny_text_model
 from architectures.tiny_architectures import TRAINED
+from helpers.rotary_modules import find_rotaries
 
 import rope_patch
-from rope_patch.extension import Extension
-from rope_patch.patching.entry_points import check_encoding
-from rope_patch.patching.replacement.extension import rotation_refusal
+from rope_patch import Extension
+from rope_patch.patching import check_encoding
 
 FACTOR = 2
 SHORT = 40
@@ -58,7 +58,7 @@ def measure_encoding(model_type: str) -> EncodingRow:
         before, failure = text_output(model, SHORT), ""
     except Exception as error:  # its input is no text, or its sizes do not fit
         before, failure = None, f"not built: {_reason(error)}"
-    if rotation_refusal(model) is None:
+    if find_rotaries(model) and not getattr(model.config, "alibi", False):
         return EncodingRow("rotary", "", "", failure) if failure else _rotary(model, before)
     try:
         requests = _requests(model)

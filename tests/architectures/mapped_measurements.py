@@ -17,10 +17,9 @@ from architecture_measurements import (
     replaces_scaling,
 )
 from architectures.tiny_architectures import TRAINED, tiny_model
+from helpers.releases import CACHE
 
 import rope_patch
-from rope_patch.transformers_api.caches import cache_in_output
-from rope_patch.transformers_api.forwards import cache_arguments
 
 LONG, SHORT_ROW = 100, 80
 WITHIN = 40  # tokens of a text within the trained length
@@ -166,10 +165,10 @@ def one_pass(model: Any, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
 @torch.no_grad()
 def in_chunks(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits of a text that is read in chunks and steps, with a cache."""
-    cache, parts = None, []
+    given, parts = {}, []
     for part in ids.split(CHUNKS, 1):
-        output = model(input_ids=part, use_cache=True, **cache_arguments(model, cache))
-        cache = cache_in_output(output)
+        output = model(input_ids=part, use_cache=True, **given)
+        given = {CACHE: output[CACHE]}
         parts.append(output.logits)
     return torch.cat(parts, 1)
 

@@ -6,13 +6,14 @@ The claims are in mapped_measurements.py. The same functions compute docs/archit
 import json
 
 import architectures_page as page
-import mapped_measurements as measurements
+import mapped_measurements as maps
 import pytest
 import torch
 import transformers
 from architectures.tiny_architectures import TRAINED, tiny_model
 from helpers.releases import require_model
 from helpers.tiny_models import OLD_TRANSFORMERS
+from kinds import kinds, slow_unless
 from mapped_measurements import (
     CLOSE,
     LONG,
@@ -31,13 +32,18 @@ from mapped_measurements import (
 
 import rope_patch
 
-METHODS = [
-    pytest.param(m, marks=() if m == "self-extend" else pytest.mark.slow) for m in measurements.MAPS
-]
-ROWS = json.loads(page.MEASURED.read_text()).get(transformers.__version__, {})
-STORED = json.loads(page.MAPS.read_text())
-NAMES = measurements.mapped_names(ROWS)
-LARGE = ("dots3_note_text",)  # its smallest model is still large
+MEASURED = json.loads(page.MEASURED.read_text())
+ROWS = MEASURED.get(transformers.__version__, {})
+MAPS = json.loads(page.MAPS.read_text())
+STORED = MAPS.get(transformers.__version__)
+NEWEST = max(MAPS, key=page.version_key)
+NAMES = maps.mapped_names(ROWS)
+QUICK = kinds(
+    {
+        name: {**MEASURED[NEWEST].get(name, {"flags": name}), **row}
+        for name, row in MAPS[NEWEST].items()
+    }
+)
 
 pytestmark = [
     pytest.mark.skipif(OLD_TRANSFORMERS, reason="it has fewer architectures"),
@@ -45,14 +51,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in NAMES]
-)
+@pytest.mark.parametrize("method", slow_unless(maps.MAPS, {"self-extend"}))
+@pytest.mark.parametrize("name", slow_unless(NAMES, QUICK))
 def test_architecture_is_mapped_or_refused_as_on_the_page(name, method):
     result = measure_map(name, method)  # asserts logits, frequencies and undo, by each attention
-    if stored := STORED.get(transformers.__version__):
-        assert result == stored[name][method]
+    if STORED:
+        assert result == STORED[name][method]
     else:
         assert result == "patched" or len(result) > len("refused: ") + 30
 
@@ -61,7 +65,7 @@ def test_architecture_is_mapped_or_refused_as_on_the_page(name, method):
 def test_plain_models_do_not_do_what_mapped_ones_are_not_asked(name):
     model, ids, alone = flagged_model(name), tokens(LONG), tokens(SHORT_ROW, 2)
     plain, stepwise, row = [], [], []
-    for implementation in measurements.attentions(model):
+    for implementation in maps.attentions(model):
         model.set_attn_implementation(implementation)
         plain.append(one_pass(model, ids))
         stepwise.append(difference(in_chunks(model, ids), plain[-1]))
@@ -97,21 +101,10 @@ def test_mapped_models_see_the_same_under_flash_attention(name, changes):
 
 
 def test_page_names_the_attentions_that_a_model_runs():
-    stored = STORED[max(STORED, key=page.version_key)]
+    stored = MAPS[NEWEST]
     assert {row["attentions"] for row in stored.values()} <= {"sdpa, eager", "eager"}
     for name in ("llama", "qwen2, windows"):
-        assert stored[name]["attentions"] == ", ".join(measurements.attentions(flagged_model(name)))
-
-
-def test_page_has_a_row_of_every_architecture_and_flag_for_every_map():
-    newest = max(STORED, key=page.version_key)
-    patched = measurements.mapped_names(json.loads(page.MEASURED.read_text())[newest])
-    assert list(STORED[newest]) == sorted(patched)
-    assert set(measurements.FLAGS) <= set(patched)
-    for row in STORED[newest].values():
-        assert set(row) == {"attentions", *measurements.MAPS}
-    mapped = [n for n, row in STORED[newest].items() if row["self-extend"] == "patched"]
-    assert len(mapped) >= 100
+        assert stored[name]["attentions"] == ", ".join(maps.attentions(flagged_model(name)))
 
 
 def test_padding_ahead_of_tokens_is_refused_where_positions_are_taken_for_slots():

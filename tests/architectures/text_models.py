@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,9 +10,6 @@ import transformers
 from architectures.tiny_architectures import TRAINED, tiny_config
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-import rope_patch
-from rope_patch.patching.encodings.probe import text_model
 
 # The first mapping that has an architecture builds its model: both parts, if there are two.
 _MAPPINGS = {
@@ -146,6 +142,15 @@ def tiny_text_model(model_type: str, **fields: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
+def _text_part(model: Any) -> Any:
+    """Return the part of a model that reads text alone; the model, if that has no such part."""
+    text = model.config.get_text_config(decoder=True)
+    if isinstance(text, type(model.config)) or model.config.is_encoder_decoder:
+        return model
+    parts = (part for part in model.modules() if isinstance(part, transformers.PreTrainedModel))
+    return next((part for part in parts if type(part.config) is type(text)), model)
+
+
 @torch.no_grad()
 def text_output(model: Any, length: int) -> torch.Tensor:
     """Return what a model says of a text of random tokens, its logits if it has any.
@@ -154,8 +159,7 @@ def text_output(model: Any, length: int) -> torch.Tensor:
         model: A tiny model.
         length: Tokens, for the decoder and for an encoder that reads text.
     """
-    with suppress(rope_patch.Refused):  # T5Gemma joins an encoder and a decoder that rotate
-        model = text_model(model)
+    model = _text_part(model)
     config = model.config
     ids = torch.randint(6, 90, (1, length), generator=torch.Generator().manual_seed(1))
     accepted = inspect.signature(model.forward).parameters

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import formulas
 import hf_rotation
 from formulas import Rotation
+from helpers.method_names import position_maps
 from published import Published
 
 import rope_patch
-from rope_patch.methods import registered_methods
-from rope_patch.methods.position_map import PositionMap
 
 FACTORS = (2.0, 4.0, 32.0)
 LENGTHS = (0.5, 1.0, 1.5, 3.7)  # in trained lengths, for length-dependent methods
@@ -53,7 +53,7 @@ def ours(method: str, model: Published, **options: Any) -> Rotation:
 
 def is_map(method: str) -> bool:
     """Return whether a method changes positions and leaves frequencies to the method below it."""
-    return issubclass(registered_methods()[method], PositionMap)
+    return method in position_maps()
 
 
 def stretches(model: Published, factor: float) -> list[float]:
@@ -74,6 +74,16 @@ def source(method: str, model: Published) -> str:
     if method == "nope" or (method == "proportional" and model.rotary_dim < model.head_dim):
         return "formula"  # transformers' proportional rotates whole heads
     return "transformers"
+
+
+@cache
+def largest_difference(method: str, model: Published) -> float:
+    """Return the largest difference of a method's pairs on a model, computed once.
+
+    Raises:
+        NotImplementedError: This version of transformers lacks the scaling.
+    """
+    return max(pair.difference() for pair in pairs(method, model))
 
 
 def pairs(method: str, model: Published) -> Iterator[Pair]:

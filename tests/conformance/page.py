@@ -7,14 +7,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import comparison
-from agreements import AGREEMENTS
-from config_scalings import PUBLISHED_SCALINGS
-from disagreement import Disagreement, link
-from ntk_disagreements import NTK
-from other_disagreements import LONG_ROPE, REST
+from agreements import AGREEMENTS, PUBLISHED_SCALINGS
+from disagreements import (
+    ATTENTION,
+    FREQUENCIES,
+    LONG_ROPE,
+    NTK,
+    ONLY_5_0,
+    REST,
+    VERSIONS,
+    Disagreement,
+    link,
+)
 from published import ALL
-from version_disagreements import ONLY_5_0, VERSIONS
-from yarn_disagreements import ATTENTION, FREQUENCIES
 
 import rope_patch
 
@@ -61,7 +66,7 @@ know of, by number.
 All numbers are computed: `python tests/conformance/page.py` writes this page, and the tests beside
 it check it, with transformers 5.0 and 5.23. A difference is the largest one of any frequency or of
 the attention factor (the multiplier of cos and sin), relative to ours. To add a model, add an entry
-to `published.py` there; to add a disagreement, add one to a file of `*_disagreements.py`."""
+to `published.py` there; to add a disagreement, add one to `disagreements.py`."""
 
 
 def _geometries() -> Iterable[str]:
@@ -124,7 +129,7 @@ def _methods() -> Iterable[str]:
     for method in rope_patch.list_methods():
         row = [f"`{method}`"]
         for model in ALL:
-            number = max(pair.difference() for pair in comparison.pairs(method, model))
+            number = comparison.largest_difference(method, model)
             row.append(bound(number) + marks[comparison.source(method, model)])
         rows.append(row)
     columns = ["", *(model.short for model in ALL)]

@@ -30,7 +30,7 @@ class Published:
     short: str
     repository: str
     model_type: str
-    fields: dict[str, Any] = field(repr=False)
+    fields: dict[str, Any] = field(repr=False, hash=False)
     head_dim: int
     rotary_dim: int
     theta: float

@@ -10,7 +10,7 @@ import engines
 import formulas
 import pytest
 import torch
-from comparison import Pair, stretches
+from comparison import Pair
 from published import GPT_OSS, LLAMA2, LLAMA31, PHI35, SMOLLM2
 
 MODELS = pytest.mark.parametrize("model", [LLAMA2, LLAMA31, SMOLLM2, GPT_OSS], ids=str)
@@ -157,8 +157,3 @@ def test_keras_hub(model, truncate, monkeypatch):
     assert_same((frequencies("yarn"), 1.0), (expected, 1.0))
     assert_same((frequencies("linear"), 1.0), formulas.linear(model, FACTOR))
     assert_same((frequencies("dynamic"), 1.0), engines.keras_dynamic(model, FACTOR))
-
-
-def test_stretches_rise_from_1_to_the_factor():
-    assert stretches(LLAMA2, FACTOR)[0] == 1
-    assert stretches(LLAMA2, FACTOR)[-1] == pytest.approx(FACTOR)

@@ -2,9 +2,8 @@
 
 import copy
 
-import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from roundtrip import empty_model
 
 import rope_patch
 
@@ -117,8 +116,7 @@ FACTOR = 4.0
 
 def make_checkpoint_model(name):
     """Return a checkpoint's model without weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(CHECKPOINTS[name]))
+    return empty_model(CHECKPOINTS[name])
 
 
 def make_patched(name, method, **request):

@@ -3,15 +3,12 @@
 import copy
 
 import engine_formulas
-import gguf_reader
 import numpy as np
 import pytest
+import torch
 import transformers
-from transformers import AutoConfig, Gemma3TextConfig
-
-from rope_patch.patching.architecture.probe import reference_frequencies
-from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.pretrained.loading import empty_model
+from helpers.rotary_modules import find_rotaries, transformers_frequencies
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig
 
 
 def needs_nested_yarn():
@@ -40,7 +37,8 @@ def assert_same_rotation(original, patched_model, handle, export, loose=False):
         loose: Whether some of the numbers are float32.
     """
     rotary, *_ = find_rotaries(patched_model)  # DeepSeek-V4 has several that are alike
-    for kind, expected in {**reference_frequencies(rotary, original), **handle.frequencies}.items():
+    as_configured = transformers_frequencies(rotary, original)
+    for kind, expected in {**as_configured, **handle.frequencies}.items():
         rotations = list(read(original, export, kind))
         assert rotations
         for inv_freq, attention in rotations:
@@ -52,6 +50,12 @@ def assert_same_rotation(original, patched_model, handle, export, loose=False):
                 err_msg=f"{export.engine} {kind}",
             )
             assert attention == pytest.approx(expected.attention_factor, rel=1e-6), export.engine
+
+
+def empty_model(config):
+    """Return the model of a config without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config))
 
 
 def merge_config(original, fields):
@@ -94,14 +98,14 @@ def read(original, export, kind):
     elif engine == "llama.cpp":
         for release in ("old", "new"):
             if "--rope-scaling" in words:
-                file = gguf_reader.convert(original.to_dict(), release)
-                yield gguf_reader.rotate(file, export.arguments, sliding, release)
+                file = engine_formulas.convert_gguf(original.to_dict(), release)
+                yield engine_formulas.rotate_gguf(file, export.arguments, sliding, release)
             if export.config:
                 config = merge_config(original, export.config)
-                file = gguf_reader.convert(config, release, export.tensors)
-                yield gguf_reader.rotate(file, export.arguments, sliding, release)
+                file = engine_formulas.convert_gguf(config, release, export.tensors)
+                yield engine_formulas.rotate_gguf(file, export.arguments, sliding, release)
                 if "--rope-scaling" in words and "attn_factor" not in str(words):
-                    yield gguf_reader.rotate(file, ["-c", words["-c"]], sliding, release)
+                    yield engine_formulas.rotate_gguf(file, ["-c", words["-c"]], sliding, release)
     elif engine == "sglang":
         for merges in (False, True):
             config = override_config(original, export.config, merges)
@@ -124,6 +128,6 @@ def read_by_transformers(fields, kind):
     """Yield the rotation of transformers' rotary module for a config.json."""
     fields.pop("transformers_version", None)
     config = AutoConfig.for_model(**fields)
-    (rotary,) = find_rotaries(empty_model("", config))
-    patched_model = reference_frequencies(rotary, config)[kind]
-    yield patched_model.inv_freq.numpy(), patched_model.attention_factor
+    (rotary,) = find_rotaries(empty_model(config))
+    frequencies = transformers_frequencies(rotary, config)[kind]
+    yield frequencies.inv_freq.numpy(), frequencies.attention_factor

@@ -1,17 +1,16 @@
 """Test that loading, verifying and diagnosing read the rotation that a GGUF file names."""
 
-import gguf_reader
+from pathlib import Path
+
+import engine_formulas
 import numpy as np
 import pytest
-import torch
 
 import rope_patch
-from rope_patch.pretrained.gguf_rotation import GgufRotationError
-from rope_patch.pretrained.loading import read_config, read_model
-from rope_patch.verifying.engine import CannotVerify
-from rope_patch.verifying.local_files import open_local_files
 
 gguf = pytest.importorskip("gguf")
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 
 SIZE, HEADS, TRAINED = 16, 2, 64
 STRETCHES = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.5, 8.0]
@@ -64,7 +63,7 @@ def as_llama_cpp(keys, stretches):
         file["rope.scaling.factor"] = file["rope.scale_linear"]
     if stretches is not None:
         file["rope_freqs"] = np.array(stretches)
-    return gguf_reader.rotate(file, ["-c", str(TRAINED)])
+    return engine_formulas.rotate_gguf(file, ["-c", str(TRAINED)])
 
 
 @pytest.mark.parametrize(
@@ -87,11 +86,11 @@ def as_llama_cpp(keys, stretches):
 def test_the_files_rotation_is_read(tmp_path, keys, stretches):
     name = write(tmp_path, keys, stretches)
     inv_freq, factor = as_llama_cpp(keys, stretches)
-    verified = open_local_files(tmp_path / name, dtype=torch.float32)._model
-    for model in (read_model(tmp_path, gguf_file=name), verified):
-        rotary = model.model.rotary_emb
-        np.testing.assert_allclose(rotary.inv_freq.double().numpy(), inv_freq, rtol=1e-6)
-        assert rotary.attention_scaling == pytest.approx(factor, rel=1e-6)
+    model = rope_patch.load(tmp_path, "linear", factor=2.0, start="running", gguf_file=name)
+    rope_patch.unpatch(model)
+    rotary = model.model.rotary_emb
+    np.testing.assert_allclose(rotary.inv_freq.double().numpy(), inv_freq, rtol=1e-6)
+    assert rotary.attention_scaling == pytest.approx(factor, rel=1e-6)
 
 
 def test_methods_extend_the_files_rotation(tmp_path):
@@ -112,23 +111,21 @@ def test_diagnosis_sees_the_files_rotation(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "stretches", "architecture", "message"),
+    ("keys", "stretches", "architecture", "fact"),
     [
-        ({"rope.scaling.type": "longrope"}, None, "llama", "expected none, linear or yarn"),
+        ({"rope.scaling.type": "longrope"}, None, "llama", "none, linear or yarn"),
         ({**YARN, "rope.scaling.yarn_ext_factor": 0.0}, None, "llama", "yarn_ext_factor = 0"),
         ({"rope.scaling.yarn_log_multiplier": 0.1}, None, "llama", "yarn_log_multiplier"),
-        (YARN, STRETCHES, "llama", "or with a tensor"),
+        (YARN, STRETCHES, "llama", "tensor"),
         ({}, STRETCHES[:4], "llama", "4 numbers in rope_freqs, expected 8"),
         ({}, STRETCHES, "qwen2", "rope_freqs beside 'qwen2'"),
     ],
 )
-def test_what_no_config_says_is_refused(tmp_path, keys, stretches, architecture, message):
+def test_what_no_config_says_is_refused(tmp_path, keys, stretches, architecture, fact):
     name = write(tmp_path, keys, stretches, architecture)
-    with pytest.raises(GgufRotationError, match=message):
-        read_config(tmp_path, gguf_file=name)
-    with pytest.raises(GgufRotationError, match=message):
+    with pytest.raises(rope_patch.Refused, match=fact):
         rope_patch.load(tmp_path, "ntk", factor=2.0, gguf_file=name)
-    with pytest.raises(GgufRotationError, match=message):
+    with pytest.raises(rope_patch.Refused, match=fact):
         rope_patch.diagnose(tmp_path, gguf_file=name)
-    with pytest.raises(CannotVerify, match=message):
-        open_local_files(tmp_path / name)
+    with pytest.raises(rope_patch.Refused, match=fact):
+        rope_patch.verify(tmp_path / name, against=TINY)

@@ -6,11 +6,10 @@ import importlib
 import numpy as np
 import pytest
 from checkpoints import CHECKPOINTS, METHODS, make_patched
+from helpers.rotary_modules import find_rotaries, transformers_frequencies
 from test_exporting import REFUSED
 
 import rope_patch
-from rope_patch.patching.architecture.probe import reference_frequencies
-from rope_patch.patching.architecture.rotary_modules import find_rotaries
 
 mx = pytest.importorskip("mlx.core")
 mlx_lm = pytest.importorskip("mlx_lm.utils")
@@ -38,7 +37,10 @@ def test_mlx_rotates_like_the_patched_model(name, method):
         pytest.skip("refused, see test_exporting.py")
     patched_model, handle = make_patched(name, method)
     (rotary,) = find_rotaries(patched_model)
-    expected = {**reference_frequencies(rotary, CHECKPOINTS[name]), **handle.frequencies}
+    expected = {
+        **transformers_frequencies(rotary, CHECKPOINTS[name]),
+        **handle.frequencies,
+    }
     config = {**CHECKPOINTS[name].to_dict(), **rope_patch.export(patched_model, "mlx").config}
     if name.startswith("Gemma"):
         config["sliding_window_pattern"] = 2  # mlx-lm reads it instead of layer_types

@@ -10,10 +10,10 @@ import pytest
 import torch
 from architectures.tiny_architectures import tiny_model
 from checkpoints import CHECKPOINTS, GEMMA3, PHI3_LONG, make_checkpoint_model, make_patched
-from roundtrip import assert_same_rotation, needs_nested_yarn
+from helpers.tiny_models import make_model
+from roundtrip import assert_same_rotation, empty_model, needs_nested_yarn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Phi3Config,
@@ -24,8 +24,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 
 import rope_patch
 from rope_patch.exporting import ENGINES
-from rope_patch.pretrained.loading import empty_model
-from rope_patch.serving.vllm.rope_type import method_name, our_parameters
+from rope_patch.serving import method_name, our_parameters, read_request
 
 OTHER_ENGINES = [engine for engine in ENGINES if not engine.startswith("transformers")]
 
@@ -44,7 +43,7 @@ def test_start_options_export(name, method, start, refused):
     patched_model, handle = make_patched(name, method, start=start)
     for engine in ENGINES:
         if engine in refused:
-            with pytest.raises(ValueError, match=f"{engine} cannot run"):
+            with pytest.raises(rope_patch.Refused, match=f"{engine} cannot run"):
                 rope_patch.export(patched_model, engine)
             continue
         export = rope_patch.export(patched_model, engine)
@@ -62,40 +61,31 @@ def test_scaled_sliding_layers_export_or_are_refused(method):
             export = rope_patch.export(patched_model, engine)
             assert_same_rotation(CHECKPOINTS["Gemma-3-1B"], patched_model, handle, export)
         else:
-            with pytest.raises(ValueError, match=r"windows|layer types"):
+            with pytest.raises(rope_patch.Refused, match=r"windows|layer types"):
                 rope_patch.export(patched_model, engine)
 
 
-def test_gemma_with_a_config_scaling_is_replaced():
+def gemma(**changes):
+    """Return the config of Gemma 3 from 4B on: linear full layers, windows of another theta."""
     config = copy.deepcopy(CHECKPOINTS["Gemma-3-1B"])
-    config.rope_parameters = copy.deepcopy(GEMMA3)
-    with torch.device("meta"):
-        patched_model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    handle = rope_patch.patch(patched_model, "yarn", factor=4.0, trained_length=32768, kernels="hf")
+    config.rope_parameters = {**copy.deepcopy(GEMMA3), **changes}
+    return config
+
+
+def test_gemmas_own_scaling_exports_and_is_replaced():
+    config, unpatched = gemma(), SimpleNamespace(frequencies={})
+    model = empty_model(config)
     for engine in ENGINES:
-        assert_same_rotation(
-            config, patched_model, handle, rope_patch.export(patched_model, engine)
-        )
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_gemmas_own_scaling_exports(engine):
-    """The full layers of Gemma 3 from 4B on are linear, and the windows have another theta."""
-    config = copy.deepcopy(CHECKPOINTS["Gemma-3-1B"])
-    config.rope_parameters = copy.deepcopy(GEMMA3)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    unpatched = SimpleNamespace(frequencies={})
-    assert_same_rotation(config, model, unpatched, rope_patch.export(config, engine))
+        assert_same_rotation(config, model, unpatched, rope_patch.export(config, engine))
+    handle = rope_patch.patch(model, "yarn", factor=4.0, trained_length=32768, kernels="hf")
+    for engine in ENGINES:
+        assert_same_rotation(config, model, handle, rope_patch.export(model, engine))
 
 
 def test_windows_scaled_by_their_own_config_are_refused_by_llama_cpp():
-    config = copy.deepcopy(CHECKPOINTS["Gemma-3-1B"])
-    config.rope_parameters = copy.deepcopy(GEMMA3)
     windows = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    config.rope_parameters["sliding_attention"] = windows
-    with pytest.raises(ValueError, match="layer types rotate differently"):
-        rope_patch.export(config, "llama.cpp")
+    with pytest.raises(rope_patch.Refused, match="layer types rotate differently"):
+        rope_patch.export(gemma(sliding_attention=windows), "llama.cpp")
 
 
 @pytest.mark.parametrize(
@@ -114,8 +104,7 @@ def test_replaced_yarn_leaves_no_fields(method, attention):
         "truncate": False,
         **attention,
     }
-    with torch.device("meta"):
-        patched_model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    patched_model = empty_model(config)
     handle = rope_patch.patch(patched_model, method, factor=4.0, kernels="hf")
     for engine in ENGINES:
         assert_same_rotation(
@@ -131,18 +120,13 @@ class TestLengthDependent:
         ("longrope", {"factor": 4.0, "long_factor": [2.0] * 64}),
     ]
 
-    @pytest.mark.parametrize("engine", [engine for engine in OTHER_ENGINES if engine != "vllm"])
     @pytest.mark.parametrize(("method", "options"), METHODS)
-    def test_engines_with_one_rotation_refuse(self, engine, method, options):
+    def test_vllm_takes_the_plugin_and_engines_with_one_rotation_refuse(self, method, options):
         patched_model = make_checkpoint_model("Llama-2")
         rope_patch.patch(patched_model, method, kernels="hf", **options)
-        with pytest.raises(ValueError, match=rf"{engine} cannot run {method}.*: .*yarn"):
-            rope_patch.export(patched_model, engine)
-
-    @pytest.mark.parametrize(("method", "options"), METHODS)
-    def test_vllm_takes_the_plugin(self, method, options):
-        patched_model = make_checkpoint_model("Llama-2")
-        rope_patch.patch(patched_model, method, kernels="hf", **options)
+        for engine in set(OTHER_ENGINES) - {"vllm"}:
+            with pytest.raises(rope_patch.Refused, match=rf"{engine} cannot run {method}.*yarn"):
+                rope_patch.export(patched_model, engine)
         export = rope_patch.export(patched_model, "vllm")
         (parameters,) = our_parameters(export.config["rope_parameters"])
         assert method_name(parameters["rope_type"]) == method
@@ -163,26 +147,81 @@ class TestLengthDependent:
             expected = 4096 if kind == "dynamic" else 16384
             assert export.config["max_position_embeddings"] == expected
             assert any("cached" in note for note in export.notes)
+            if engine == "transformers4" and kind == "longrope":  # where it switches
+                assert export.config["original_max_position_embeddings"] == 4096
         rope_patch.patch(patched_model, "dynamic-yarn", kernels="hf")
-        with pytest.raises(ValueError, match=r"no config has a form for it.*rope_patch\.load"):
+        with pytest.raises(
+            rope_patch.Refused, match=r"no config has a form for it.*rope_patch\.load"
+        ):
             rope_patch.export(patched_model, engine)
 
-    def test_transformers_4_switches_at_the_trained_length(self):
-        patched_model = make_checkpoint_model("Llama-2")
-        rope_patch.patch(patched_model, "mixed-ntk", factor=4.0, kernels="hf")
-        config = rope_patch.export(patched_model, "transformers4").config
-        assert config["original_max_position_embeddings"] == 4096
+
+class TestPluginForVllm:
+    """Test what vLLM's plugin reads; tests/serving builds its tables from exports of one layer."""
+
+    def export(self, family="llama", method="dynamic-yarn", **options):
+        """Return the overrides that vLLM's command line has, the export and the patch."""
+        model = make_model(family)
+        handle = rope_patch.patch(model, method, kernels="hf", **options)
+        export = rope_patch.export(model, "vllm")
+        assert export.arguments[0] == "--hf-overrides"
+        return json.loads(export.arguments[1]), export, handle
+
+    @pytest.mark.parametrize(
+        ("method", "options"),
+        [
+            ("dynamic-ntk-by-parts", {"length": 256, "beta_fast": 16.0}),
+            ("mixed-abf", {"factor": 4}),
+        ],
+    )
+    def test_one_of_several_layer_types_is_read_as_patched(self, method, options):
+        fields, _, handle = self.export("gemma3", method, **options)
+        own = handle.original_config.rope_parameters["sliding_attention"]
+        assert fields["rope_parameters"]["sliding_attention"] == own
+        (parameters,) = our_parameters(fields["rope_parameters"])
+        request = read_request(parameters)
+        ((layer_type, geometry),) = handle.geometries.items()
+        geometry_read = request.geometry(geometry.head_dim, geometry.rotary_dim)
+        for length in (10, 64, 65, 100, 256):
+            got = request.method.frequencies_at(geometry_read, length)
+            assert got.close_to(handle.frequencies_at(length)[layer_type])
+
+    @pytest.mark.parametrize("length", [256, 100, 193, 777])
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    def test_vllm_derives_at_least_the_length_from_the_fields(self, family, length):
+        fields, export, _ = self.export(family, length=length)
+        (parameters,) = our_parameters(fields["rope_parameters"])
+        # The rule of vLLM 0.32's config/model.py.
+        scale = 1 if family == "gemma3" else parameters["factor"]
+        assert length <= fields["max_position_embeddings"] * scale < length + 1
+        assert export.arguments[2:] == ["--max-model-len", str(length)]
+
+    def test_without_a_length_the_longest_request_is_four_times_the_trained_length(self):
+        _, export, _ = self.export()
+        assert export.arguments[2:] == ["--max-model-len", str(4 * 64)]
+        assert any("no length was named" in note for note in export.notes)
+
+    @pytest.mark.parametrize("method", ["yarn", "linear", "ntk", "abf"])
+    def test_what_vllm_has_a_form_for_needs_no_plugin(self, method):
+        fields, export, _ = self.export(method=method, factor=4)
+        assert not our_parameters(fields["rope_parameters"])
+        assert not export.needs_plugin
+        assert not any("plugin" in note for note in export.notes)
+
+    def test_growth_with_every_token_is_refused(self):
+        with pytest.raises(rope_patch.Refused, match="leave it out"):
+            self.export(growth="exact")
 
 
 class TestConfigs:
-    @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("method", ["yarn", "ntk", "linear", "ntk-by-parts", "abf"])
-    def test_config_of_a_patched_model_exports_like_the_model(self, engine, method):
+    def test_config_of_a_patched_model_exports_like_the_model(self, method):
         patched_model, handle = make_patched("Qwen2.5", method)
         # The config as read from a saved folder.
         config = AutoConfig.for_model(**json.loads(json.dumps(patched_model.config.to_dict())))
-        export = rope_patch.export(config, engine)
-        assert_same_rotation(config, patched_model, handle, export, loose=True)
+        for engine in ENGINES:
+            export = rope_patch.export(config, engine)
+            assert_same_rotation(config, patched_model, handle, export, loose=True)
 
     def test_unpatched_model_exports_its_config(self):
         export = rope_patch.export(make_checkpoint_model("Llama-3.1"), "vllm")
@@ -202,18 +241,17 @@ class TestConfigs:
             rope_parameters=copy.deepcopy(PHI3_LONG),
         )
         for engine in OTHER_ENGINES:
-            with pytest.raises(ValueError, match="follows the length"):
+            with pytest.raises(rope_patch.Refused, match="follows the length"):
                 rope_patch.export(config, engine)
         exported = rope_patch.export(config, "transformers4").config
         assert set(exported["rope_scaling"]) == {"type", "short_factor", "long_factor"}
         assert exported["original_max_position_embeddings"] == 4096
 
     def test_unknown_engines_and_types_are_refused(self):
-        with pytest.raises(ValueError, match=r"unknown engine 'vlm' \(did you mean 'vllm'\?\)"):
-            rope_patch.export(make_checkpoint_model("Llama-2"), "vlm")
-        with pytest.raises(
-            TypeError, match="expected a model of transformers or a config, got str"
-        ):
+        for wrong, right in (("vlm", "vllm"), ("axolot", "axolotl")):
+            with pytest.raises(rope_patch.Refused, match=f"unknown engine '{wrong}'.*'{right}'"):
+                rope_patch.export(make_checkpoint_model("Llama-2"), wrong)
+        with pytest.raises(TypeError, match="got str"):
             rope_patch.export("Llama-2", "vllm")
 
 
@@ -289,12 +327,12 @@ class TestLatentAttention:
         assert mscale == pytest.approx(handle.softmax_mscale, rel=1e-9)
         assert handle.softmax_mscale > 1.1
 
-    @pytest.mark.parametrize("engine", OTHER_ENGINES)
-    def test_other_scalings_are_refused(self, engine):
+    def test_other_scalings_are_refused(self):
         patched_model = tiny_model("deepseek_v3")
         rope_patch.patch(patched_model, "linear", factor=4.0, kernels="hf")
-        with pytest.raises(ValueError, match=r"latent attention|not known here"):
-            rope_patch.export(patched_model, engine)
+        for engine in OTHER_ENGINES:
+            with pytest.raises(rope_patch.Refused, match=r"latent attention|not known here"):
+                rope_patch.export(patched_model, engine)
 
 
 class TestDeepseekV4:
@@ -313,7 +351,7 @@ class TestDeepseekV4:
             pytest.skip("deepseek_v4 is newer than this transformers")
         rope_parameters = copy.deepcopy(parameters)
         config = CONFIG_MAPPING["deepseek_v4"](rope_parameters=rope_parameters, num_hidden_layers=4)
-        model = empty_model("", copy.deepcopy(config))
+        model = empty_model(config)
         return config, model, rope_patch.patch(model, method, kernels="hf", **request)
 
     @pytest.mark.parametrize(
@@ -349,7 +387,9 @@ class TestDeepseekV4:
     )
     def test_what_vllm_would_read_otherwise_is_refused(self, parameters, method, request_):
         _, model, _ = self.make_patched(parameters, method, **request_)
-        with pytest.raises(ValueError, match=r"compressed branches .*builds its YaRN itself"):
+        with pytest.raises(
+            rope_patch.Refused, match=r"compressed branches .*builds its YaRN itself"
+        ):
             rope_patch.export(model, "vllm")
 
 
@@ -369,7 +409,7 @@ def test_an_attention_factor_is_plain_yarn_for_vllm(architecture, attention_fact
 def test_interleaved_pairs_refuse_per_pair_factors_or_take_the_plugin():
     patched_model = tiny_model("cohere")
     rope_patch.patch(patched_model, "ntk-by-parts-2023-06", factor=4.0)
-    with pytest.raises(ValueError, match="rotates neighbours"):
+    with pytest.raises(rope_patch.Refused, match="rotates neighbours"):
         rope_patch.export(patched_model, "sglang")
     rope_type = rope_patch.export(patched_model, "vllm").config["rope_parameters"]["rope_type"]
     assert rope_type == "ntk-by-parts-2023-06"  # a name that only rope_patch's plugin reads
@@ -387,7 +427,7 @@ def test_mrope_exports_yarn_or_takes_the_plugin():
     with torch.device("meta"):
         patched_model = Qwen2VLTextModel(config)
     rope_patch.patch(patched_model, "linear", factor=4.0, kernels="hf")
-    with pytest.raises(ValueError, match="M-RoPE"):
+    with pytest.raises(rope_patch.Refused, match="M-RoPE"):
         rope_patch.export(patched_model, "sglang")
     parameters = rope_patch.export(patched_model, "vllm").config["rope_parameters"]
     assert parameters["rope_type"] == "rope_patch:linear"
@@ -437,7 +477,7 @@ class TestPerPairFactorsForLlamaCpp:
     @pytest.mark.parametrize("name", ["Qwen3", "Qwen2.5", "gpt-oss", "Gemma-3-1B"])
     def test_other_architectures_are_refused(self, name):
         patched_model, _ = make_patched(name, "longrope")
-        with pytest.raises(ValueError, match=r"Phi-3 only, none for .*; use linear"):
+        with pytest.raises(rope_patch.Refused, match=r"Phi-3 only, none for .*; use linear"):
             rope_patch.export(patched_model, "llama.cpp")
 
     def test_config_with_per_pair_factors_exports(self):
@@ -447,8 +487,7 @@ class TestPerPairFactorsForLlamaCpp:
         assert_same_rotation(
             config, patched_model, handle, rope_patch.export(config, "llama.cpp"), loose=True
         )
-        with torch.device("meta"):
-            extended = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        extended = empty_model(config)
         handle = rope_patch.patch(extended, "linear", factor=2.0, start="running", kernels="hf")
         assert_same_rotation(
             config, extended, handle, rope_patch.export(extended, "llama.cpp"), loose=True

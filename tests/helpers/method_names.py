@@ -1,11 +1,11 @@
 """Names of methods by what they change."""
 
-from rope_patch.methods import PositionMap, registered_methods
+from rope_patch.methods import registered_methods
 
 
 def position_maps():
     """Return the methods that map positions in attention."""
-    return [name for name, each in registered_methods().items() if issubclass(each, PositionMap)]
+    return [name for name, each in registered_methods().items() if hasattr(each, "map_regions")]
 
 
 def frequency_methods():

@@ -5,9 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from helpers.rotary_modules import find_rotaries, softmax_mscales, transformers_frequencies
 from helpers.tiny_models import BEFORE_5_17
-from rope_patch.patching import find_rotaries, reference_frequencies
-from rope_patch.patching.mla_scale import config_mscale, find_mla_attentions
 
 PLAIN = {"rope_type": "default", "rope_theta": 5e5}
 # Published rotations: model type, max_position_embeddings, the YaRN, other fields.
@@ -155,8 +154,7 @@ def multiplied(name, factor, **changes):
     model = make_model(name, **changes)
     (rotary,) = find_rotaries(model)
     text = model.config.get_text_config(decoder=True)
-    mscales = {config_mscale(each, text) for each in find_mla_attentions(model)}
-    return reference_frequencies(rotary, text)[kind_of(name)], mscales
+    return transformers_frequencies(rotary, text)[kind_of(name)], softmax_mscales(model)
 
 
 def present_length(name):

@@ -1,12 +1,12 @@
-"""Test RopePatchCallback in transformers' Trainer."""
+"""Test RopePatchCallback in transformers' Trainer, and the plugin that axolotl gets it by."""
 
+import importlib
 import json
 import logging
 
 import pytest
 import torch
 import transformers
-from helpers.tiny_models import make_model
 from trainer_runs import (
     FACTOR,
     METHOD,
@@ -25,8 +25,8 @@ from trainer_runs import (
 )
 
 import rope_patch
-from rope_patch.pretrained.sidecar import SIDECAR
 
+SIDECAR = "rope_patch.json"
 CLOSE = 5e-4  # logits are about 10, and transformers computes frequencies in float32
 
 
@@ -161,26 +161,29 @@ def test_model_that_the_trainer_builds_anew_is_patched_again(tmp_path):
         trainer.train()
 
 
-def test_unpatched_model_without_a_method_is_refused(tmp_path):
-    trainer = make_trainer(tmp_path, callbacks=[rope_patch.RopePatchCallback()])
-    with pytest.raises(rope_patch.Refused, match=r"is not patched: expected .* name the method"):
-        trainer.train()
+@pytest.mark.parametrize(
+    ("prepare", "own", "fact"),
+    [
+        (lambda model: None, rope_patch.RopePatchCallback, "is not patched.* name the method"),
+        (lambda model: rope_patch.patch(model, "linear", factor=2), callback, "yarn ×2.*linear ×2"),
+        (
+            lambda model: rope_patch.encode(model, "alibi"),
+            rope_patch.RopePatchCallback,
+            "RopePatchCallback cannot save",
+        ),
+    ],
+    ids=["unpatched", "patched otherwise", "encoded"],
+)
+def test_models_without_the_requested_rotation_are_refused(tmp_path, prepare, own, fact):
+    model = read_model()
+    prepare(model)
+    with pytest.raises(rope_patch.Refused, match=fact):
+        make_trainer(tmp_path, model, [own()]).train()
+
+
+def test_arguments_without_a_method_are_refused():
     with pytest.raises(rope_patch.Refused, match="factor goes with a method"):
         rope_patch.RopePatchCallback(factor=4)
-
-
-def test_model_that_is_patched_otherwise_is_refused(tmp_path):
-    model = read_model()
-    rope_patch.patch(model, "linear", factor=2)
-    with pytest.raises(rope_patch.Refused, match=r"train with yarn ×2.*patched with linear ×2"):
-        make_trainer(tmp_path, model)
-
-
-def test_encoded_model_is_refused(tmp_path):
-    model = make_model()
-    rope_patch.encode(model, "alibi")
-    with pytest.raises(rope_patch.Refused, match="RopePatchCallback cannot save a model"):
-        make_trainer(tmp_path, model)
 
 
 def lose_module(model):
@@ -236,17 +239,14 @@ OTHERS = {"factor": {"factor": 4}, "options": {"beta_fast": 16}, "method": {"met
 def test_checkpoint_of_another_rotation_is_refused(what, whole_run, tmp_path):
     folder, _, lora = whole_run
     trainer = make_trainer(tmp_path, callbacks=[callback(**OTHERS[what])], lora=lora)
-    with pytest.raises(
-        rope_patch.Refused,
-        match=r"checkpoint at step 2 cannot be resumed: it was trained with yarn ×2.*and the model",
-    ):
+    with pytest.raises(rope_patch.Refused, match=r"step 2.*trained with yarn ×2"):
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
 
 
 def test_checkpoint_without_a_rotation_is_refused(tmp_path):
     make_trainer(tmp_path, callbacks=[]).train()
     trainer = make_trainer(tmp_path)
-    with pytest.raises(rope_patch.Refused, match="at step 2 records no rotation"):
+    with pytest.raises(rope_patch.Refused, match="step 2 records no rotation"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
@@ -259,7 +259,7 @@ def test_callback_that_the_trainer_restores_goes_on(whole_run, tmp_path):
 
 def test_rows_beyond_the_length_are_refused_before_training(tmp_path):
     trainer = make_trainer(tmp_path, rows=tokenized_rows([100, TARGET + 1]))
-    with pytest.raises(rope_patch.Refused, match=r"a row of 513 tokens is longer than the 512"):
+    with pytest.raises(rope_patch.Refused, match=r"513 tokens.*512"):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -277,7 +277,7 @@ class Stream(torch.utils.data.IterableDataset):
 def test_rows_of_a_stream_are_checked_at_each_step(tmp_path):
     rows = Stream(list(tokenized_rows([100, 100, TARGET + 1, 100])))
     trainer = make_trainer(tmp_path, rows=rows, save_strategy="no")
-    with pytest.raises(rope_patch.Refused, match="a row of 513 tokens"):
+    with pytest.raises(rope_patch.Refused, match="513 tokens"):
         trainer.train()
     assert trainer.state.global_step == 1
 
@@ -364,3 +364,73 @@ def test_learned_table_is_patched_before_the_optimizer_is_made(tmp_path):
     trainer.add_callback(rope_patch.RopePatchCallback("linear", factor=2))
     with pytest.raises(rope_patch.Refused, match="must be patched before its optimizer"):
         trainer.train()
+
+
+# -- axolotl's own plugin manager, where it is installed -------------------------------------------
+
+PLUGIN = "rope_patch.integrations.axolotl_plugin.RopePatchPlugin"
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    base = pytest.importorskip("axolotl.integrations.base")
+    monkeypatch.setattr(base.PluginManager, "_instance", None)
+    manager = base.PluginManager.get_instance()
+    manager.plugins.clear()
+    manager.register(PLUGIN)
+    return manager
+
+
+def keys(**settings):
+    """Return keys of a YAML file as axolotl holds them."""
+    return importlib.import_module("axolotl.utils.dict").DictDefault(settings)
+
+
+def test_keys_are_named_by_the_plugin(manager):
+    (name,) = manager.get_input_args()
+    module, kind = name.rsplit(".", 1)
+    arguments = getattr(importlib.import_module(module), kind)
+    assert arguments(rope_patch=METHOD).rope_patch == METHOD
+
+
+def test_plugin_patches_the_model_and_adds_the_callback(manager, tmp_path):
+    cfg = keys(rope_patch=METHOD)
+    model = read_model()
+    manager.post_model_build(cfg, model)
+    assert rope_patch.current(model).length == TARGET
+    trainer = transformers.Trainer(
+        model=model,
+        args=settings(tmp_path, max_steps=1, save_strategy="no"),
+        train_dataset=tokenized_rows([40, 40]),
+        callbacks=manager.add_callbacks_pre_trainer(cfg, model),
+    )
+    trainer.train()
+    trainer.save_model(tmp_path / "final")
+    assert rope_patch.current(rope_patch.load(tmp_path / "final")).length == TARGET
+
+
+def test_exported_keys_are_what_the_plugin_reads(manager):
+    patched = read_model()
+    rope_patch.patch(patched, "dynamic-yarn", trained_length=64)
+    exported = rope_patch.export(patched, "axolotl").yaml
+    assert exported["plugins"] == [PLUGIN]
+    model = read_model()
+    manager.post_model_build(keys(**exported), model)
+    assert rope_patch.current(model).extension == rope_patch.current(patched).extension
+
+
+def test_wrong_keys_are_refused(manager):
+    with pytest.raises(rope_patch.Refused, match="a method"):
+        manager.post_model_build(keys(rope_patch={"factor": 4}), read_model())
+
+
+def test_exported_override_makes_axolotls_config_rotate_so():
+    loaders = pytest.importorskip("axolotl.loaders.utils")
+    patched = read_model()
+    rope_patch.patch(patched, **METHOD)
+    exported = rope_patch.export(patched, "axolotl").yaml
+    config = loaders.load_model_config(keys(**exported | {"base_model": str(TINY)}))
+    model = transformers.LlamaForCausalLM(config)
+    ours = patched.model.rotary_emb.inv_freq
+    assert (model.model.rotary_emb.inv_freq - ours).abs().max() < 1e-6
+    assert model.config.max_position_embeddings == TARGET

@@ -46,7 +46,7 @@ DEFECTS = [
         "rope_patch/exporting/transformers.py",
         '        parameters = {"type": "linear", "factor": parameters["factor"]}\n',
         "        pass\n",
-        (f"{_FIELDS}::test_olmo_takes_two_fields_in_transformers_4",),
+        (f"{_FIELDS}::test_transformers_4_refuses_what_its_models_ignore",),
     ),
     Defect(
         "Mixtral lacks the head_dim that transformers 4 multiplies by",
@@ -67,7 +67,7 @@ DEFECTS = [
         "rope_patch/exporting/llama_cpp.py",
         "    require_fields_are_read(target, NAME)\n",
         "",
-        (f"{_FIELDS}::test_llama_cpp_refuses_what_it_has_no_graph_of",),
+        (f"{_FIELDS}::test_what_no_field_reaches_is_refused",),
     ),
     Defect(
         "the plugin for vLLM is printed where vLLM runs transformers' own model",

@@ -127,7 +127,7 @@ DEFECTS = [
         f"{_FOLDER}/replicas.py",
         "forward_for_replica(module.forward, weakref.proxy(replica))",
         "module.forward",
-        ("tests/integrations/test_data_parallel.py::test_replicas_use_their_weights",),
+        ("tests/integrations/test_copied_models.py::test_replicas_use_their_weights",),
     ),
     Defect(
         "a wrapper around a patched forward goes on with the patch after undo",
@@ -150,7 +150,7 @@ DEFECTS = [
         "        old = live\n",
         (
             f"{_TESTS}/test_robustness.py::test_meta_model_has_exact_frequencies_after_to_empty",
-            "tests/integrations/test_offloading.py::test_empty_model_is_patched_and_then_filled",
+            "tests/integrations/test_wrapped_models.py::test_empty_model_is_patched_and_then_filled",
         ),
     ),
     # -- modes of torch ----------------------------------------------------------------------------

@@ -14,14 +14,14 @@ DEFECTS = [
         f"{_VLLM}/profiles.py",
         "    if geometry.base:  # start tokens and short requests rotate as the checkpoint's own scaling\n",
         "    if False:\n",
-        ("tests/serving/test_request_tables.py",),
+        ("tests/serving/test_profiles.py::test_tables_rotate_each_request_as_the_live_model",),
     ),
     Defect(
         "profiles of a served checkpoint start from theta, not from its own scaling",
         f"{_VLLM}/rope_type.py",
         "            base=self.base,\n",
         "",
-        ("tests/serving/test_request_tables.py",),
+        ("tests/serving/test_profiles.py::test_tables_rotate_each_request_as_the_live_model",),
     ),
     Defect(
         "a request of exactly a profile's length gets the next one",

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from rope_patch import Refused
 from rope_patch.methods import registered_methods
-from rope_patch.serving.vllm.requirements import require_readable
-from rope_patch.serving.vllm.rope_type import (
+from rope_patch.serving import (
     method_name,
     our_parameters,
     read_request,
+    require_readable,
     rope_type_for,
 )
-from rope_patch.utils.errors import Refused
 
 PARAMETERS = {
     "rope_type": "dynamic-yarn",
@@ -58,15 +58,15 @@ def test_options_are_the_methods_and_null_is_their_default():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_theta": None}, "expected rope_theta, got nothing"),
+        ({"rope_theta": None}, "expected rope_theta"),
         ({"original_max_position_embeddings": 0.5}, "whole number of tokens"),
-        ({"betafast": 16}, r"no option 'betafast' \(did you mean 'beta_fast'\?\)"),
+        ({"betafast": 16}, "'betafast'.*'beta_fast'"),
         ({"rope_type": "mixed-yarn", "factor": None}, "expected a factor"),
-        ({"rope_type": "mixed-yarn", "factor": 0.5}, "factor must be at least 1"),
-        ({"rope_type": "dynamic-yarn", "factor": 0.5}, "factor must be at least 1, got 0.5"),
-        ({"rope_type": "mixed-longrope"}, "needs the option 'long_factor'"),
+        ({"rope_type": "mixed-yarn", "factor": 0.5}, "at least 1"),
+        ({"rope_type": "dynamic-yarn", "factor": 0.5}, "at least 1, got 0.5"),
+        ({"rope_type": "mixed-longrope"}, "'long_factor'"),
         ({"rope_type": "self-extend"}, "mapped positions"),
-        ({"rope_type": "rope_patch:yran"}, r"unknown method 'yran' \(did you mean 'yarn'\?\)"),
+        ({"rope_type": "rope_patch:yran"}, "'yran'.*'yarn'"),
         ({"temperature": "log-n"}, "acts on queries"),
     ],
 )
@@ -98,7 +98,7 @@ def test_a_trained_length_above_the_positions_is_refused(nested):
         config.max_position_embeddings = positions
         require_readable(SimpleNamespace(hf_text_config=config))
     config.max_position_embeddings = 63
-    with pytest.raises(Refused, match=r"expected at most max_position_embeddings \(63\), got 64"):
+    with pytest.raises(Refused, match=r"\(63\), got 64"):
         require_readable(SimpleNamespace(hf_text_config=config))
 
 
@@ -109,9 +109,9 @@ def test_what_names_no_method_is_left_to_vllm():
 
 
 def test_reading_and_importing_need_no_vllm():
-    code = (
-        "import sys; sys.modules['vllm'] = None\n"
-        "import rope_patch, rope_patch.exporting, rope_patch.serving.vllm.plugin\n"
-        "import rope_patch.serving.vllm.requirements, rope_patch.serving.vllm.admission\n"
-    )
+    code = """
+import sys; sys.modules['vllm'] = None
+import rope_patch, rope_patch.exporting, rope_patch.serving.vllm.plugin
+from rope_patch.serving import admitted_length, make_profiles, read_request, require_readable
+"""
     subprocess.run([sys.executable, "-c", code], check=True)

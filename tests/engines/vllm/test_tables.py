@@ -4,14 +4,12 @@ import pytest
 
 pytest.importorskip("vllm")
 import torch
+from helpers.method_names import frequency_methods
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from rope_patch.methods import registered_methods
-from rope_patch.methods.position_map import PositionMap
-from rope_patch.serving.vllm.rope_type import read_request, rope_type_for
-from rope_patch.serving.vllm.stacked_tables import StackedRotary
-from rope_patch.utils.errors import Refused
+from rope_patch import Refused
+from rope_patch.serving import StackedRotary, read_request, rope_type_for
 
 pytestmark = pytest.mark.engines
 
@@ -23,9 +21,7 @@ OPTIONS = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "proportional": {"factor": 1.0},
 }
-METHODS = [
-    name for name, method in registered_methods().items() if not issubclass(method, PositionMap)
-]
+METHODS = frequency_methods()
 
 
 @pytest.fixture(autouse=True)

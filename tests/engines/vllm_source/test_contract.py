@@ -9,8 +9,8 @@ import pytest
 from source_tree import find_tree
 
 from rope_patch.methods import registered_methods
+from rope_patch.serving import method_name, rope_type_for
 from rope_patch.serving.vllm import plugin, requirements, rotary_factory
-from rope_patch.serving.vllm.rope_type import method_name, rope_type_for
 
 pytestmark = pytest.mark.engines
 

@@ -8,8 +8,8 @@ import pytest
 import stand_in
 from source_tree import find_tree
 
+from rope_patch import Refused
 from rope_patch.serving.vllm import plugin, requirements
-from rope_patch.utils.errors import Refused
 
 pytestmark = pytest.mark.engines
 

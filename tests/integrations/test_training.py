@@ -1,4 +1,8 @@
-"""Test transformers' Trainer on a patched model against a training loop written here."""
+"""Test training of a patched model: by transformers' Trainer, with checkpointing, with an adapter.
+
+The references are a loop written here, gradients without checkpoints, and a transformers model of
+the patched config.
+"""
 
 import math
 
@@ -7,11 +11,15 @@ import torch
 import transformers
 from helpers.tiny_models import (
     LONG,
+    LONG_FACTOR,
     SHORT,
+    SHORT_FACTOR,
+    TRAINED,
     assert_close,
     assert_differs,
     logits,
     make_model,
+    padded,
     tokens,
 )
 
@@ -83,11 +91,13 @@ def train_with_loop(model):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"gradient_checkpointing": True}],
-    ids=["plain", "checkpointing"],
+    ("method", "changes"),
+    [
+        ("yarn", {}),
+        ("dynamic-yarn", {"gradient_checkpointing": True}),
+        ("mixed-yarn", {}),
+    ],
 )
-@pytest.mark.parametrize("method", METHODS)
 def test_trainer_steps_match_the_loop(method, changes, tmp_path):
     trained, expected = make_model(), make_model()
     unpatched = train_with_loop(make_model())
@@ -116,3 +126,51 @@ def test_trainer_saves_the_trained_model(tmp_path):
     assert_close(logits(loaded), logits(model.eval()))
     rope_patch.unpatch(model)
     assert_differs(logits(loaded), logits(model))
+
+
+# -- gradient checkpointing ------------------------------------------------------------------------
+
+
+def gradients(family, method, options, reentrant):
+    """Return the summed gradients of two batches; `reentrant=None` means no checkpoints.
+
+    The first batch has rows below and above the trained length, with different frequencies.
+    """
+    model = make_model(family).train()
+    rope_patch.patch(model, method, **options)
+    calls = []
+    for layer in model.model.layers:  # checkpoints recompute a layer's submodules
+        layer.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    rows, mask = padded([tokens(SHORT), tokens(LONG, seed=2)], "right")
+    for inputs in ({"input_ids": rows, "attention_mask": mask}, {"input_ids": tokens(TRAINED)}):
+        labels = inputs["input_ids"]
+        model(**inputs, labels=labels, use_cache=False).loss.backward()
+    return [parameter.grad for parameter in model.parameters()], len(calls)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "options"),
+    [
+        ("llama", "yarn", {"factor": 4}),
+        ("llama", "dynamic-yarn", {}),
+        ("llama", "mixed-yarn", {"factor": 4}),
+        ("llama", "nope", {"temperature": "drope:0.4"}),
+        ("gemma3", "dynamic-yarn", {}),
+        (
+            "gemma3",
+            "longrope",
+            {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR},
+        ),
+    ],
+)
+def test_gradients_equal_those_without_checkpoints(family, method, options):
+    expected, once = gradients(family, method, options, None)
+    assert max(gradient.abs().max() for gradient in expected) > 1e-3
+    for reentrant in (True, False):
+        got, calls = gradients(family, method, options, reentrant)
+        assert calls == 2 * once  # activations were recomputed
+        for gradient, truth in zip(got, expected, strict=True):
+            torch.testing.assert_close(gradient, truth, rtol=0, atol=0)

@@ -1,0 +1,73 @@
+"""Test what the tests lean on: public names and fronts of rooms, and few internal modules.
+
+An internal module that tests import cannot be renamed or split without them. `rope_patch` and its
+packages of one level (`rope_patch.evaluation`), the fronts, stand for what others may lean on.
+"""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# Lower it with the number; the few that stay are kernels, statistics and formulas.
+MOST_INTERNAL_MODULES = 322
+
+
+def imported_names(path):
+    """Return what a file imports of rope_patch, wherever in it, with dots."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+
+
+def internal_module(name):
+    """Return the module that an imported name is, or stands in; None if it is a front, or foreign.
+
+    Nothing is imported: files tell modules from other names.
+    """
+    parts = name.split(".")
+    if parts[0] != "rope_patch":
+        return None
+    while len(parts) > 1:
+        path = ROOT.joinpath(*parts)
+        if path.with_suffix(".py").is_file():
+            return ".".join(parts)
+        if (path / "__init__.py").is_file():
+            return ".".join(parts) if len(parts) > 2 else None
+        parts.pop()
+    return None
+
+
+def internal_modules():
+    """Return the internal modules that tests import, with the files that do.
+
+    Files in tests/regressions name modules to change them, which is no import.
+    """
+    found = defaultdict(set)
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if "regressions" not in path.parts:
+            for module in filter(None, map(internal_module, imported_names(path))):
+                found[module].add(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def test_tests_import_few_internal_modules():
+    modules = internal_modules()
+    most = sorted(modules.items(), key=lambda pair: (-len(pair[1]), pair[0]))[:20]
+    listed = "\n".join(f"{module}: {len(files)} files" for module, files in most)
+    assert len(modules) <= MOST_INTERNAL_MODULES, (
+        f"tests import {len(modules)} internal modules: expected at most {MOST_INTERNAL_MODULES}. "
+        "Test by public names, or give a name on its room's front (rope_patch/utils/front.py). "
+        f"Imported most:\n{listed}"
+    )
+
+
+def test_fronts_and_public_names_are_not_internal():
+    for name in ("rope_patch.patch", "rope_patch.evaluation", "rope_patch.patching.check", "torch"):
+        assert internal_module(name) is None, name
+    for name in ("rope_patch.geometry", "rope_patch.geometry.Geometry"):
+        assert internal_module(name) == "rope_patch.geometry"
+    for name in ("rope_patch.serving.vllm", "rope_patch.serving.vllm.no_such_name"):
+        assert internal_module(name) == "rope_patch.serving.vllm"
