@@ -216,14 +216,6 @@ def test_needles_do_not_follow_titles(tmp_path):
         assert NEEDLE.split(haystack(row))[0].endswith("there! ")
 
 
-def test_a_short_text_is_repeated(tmp_path):
-    short = tmp_path / "short.txt"
-    short.write_text("A few words only. They are soon over.")
-    (row,) = rows("single_2", 1024, samples=1, text=str(short))
-    assert 1024 - 12 < row["tokens"] <= 1024
-    assert row["input"].count("soon over") > 10
-
-
 def test_few_tokenisations_find_the_length():
     """Tokenisation takes most of the building time; a long sample needs about six."""
     tokenizer, calls = load("tiny"), []

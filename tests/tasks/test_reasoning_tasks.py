@@ -103,12 +103,6 @@ def test_the_control_is_a_program_without_the_list():
             eval(printed(without), run(program(without)))
 
 
-def test_prompts_of_the_longest_question_fill_the_length():
-    for planted in (True, False):
-        built = latent_lists(2500, samples=5, per_text=5, planted=planted)
-        assert 2500 - max(row["tokens"] for row in built) < 16
-
-
 def test_chance_is_the_score_of_the_best_constant():
     counts, chances = defaultdict(Counter), {}
     for row in build_rows("rp_latent_list", "words", length=700, samples=2000, per_text=5):

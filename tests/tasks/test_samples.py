@@ -124,22 +124,6 @@ def test_samples_of_one_text_have_the_filler_of_the_longest():
     assert {row["depth"] for row in built} == {None}
 
 
-def test_a_sample_depends_on_seed_task_length_and_its_number_alone():
-    def build_toy(**kwargs):
-        return build(drafts(UNITS["one token"]), **({"length": 300, "samples": 6} | kwargs))
-
-    random.seed(1)
-    before = random.getstate()
-    six_rows = build_toy(per_text=2)
-    assert random.getstate() == before
-    random.seed(2)
-    assert build_toy(per_text=2, samples=3) == six_rows[:3]
-    for change in ({"seed": 1}, {"length": 301}):
-        assert [r["target"] for r in build_toy(per_text=2, **change)] != [
-            row["target"] for row in six_rows
-        ]
-
-
 def test_a_draft_function_gets_length_depths_texts_and_options():
     contexts = []
 
