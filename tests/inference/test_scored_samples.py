@@ -83,16 +83,18 @@ def test_a_text_shorter_than_the_length_is_refused(tokenizer, tmp_path):
             make(tokenizer, LENGTH, 2, 1, [str(path)])
 
 
-def test_the_last_eighth_of_a_document_is_scored(tokenizer):
-    names = ["northanger_abbey", "persuasion"]
-    samples = document_samples(tokenizer, 800, 12, seed=1, texts=names)
+def test_the_last_eighth_of_a_document_is_scored(tokenizer, tmp_path):
+    ids = {}
+    for name in ("northanger_abbey", "persuasion"):
+        (tmp_path / name).write_text(read_text(name)[:14_000])
+        ids[str(tmp_path / name)] = tokenizer(read_text(name)[:14_000]).input_ids
+    samples = document_samples(tokenizer, 800, 12, seed=1, texts=[*ids])
     assert all(len(s.ids) == 800 and s.answers == ((700, 800),) and s.prose for s in samples)
     assert len({s.group for s in samples}) == 12
-    ids_by_name = {name: tokenizer(read_text(name)).input_ids for name in names}
     for sample in samples:
-        ids = ids_by_name[sample.group.split()[0]]
-        excerpt = int(sample.group.split()[1]) - 1 if " " in sample.group else 0
-        assert list(sample.ids) == ids[800 * excerpt : 800 * (excerpt + 1)]
+        name, _, number = sample.group.partition(" ")
+        excerpt = int(number or 1) - 1
+        assert list(sample.ids) == ids[name][800 * excerpt : 800 * (excerpt + 1)]
 
 
 def test_recalled_values_are_single_tokens():
