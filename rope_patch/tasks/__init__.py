@@ -9,9 +9,26 @@ from typing import Any
 
 import yaml
 
+from rope_patch.utils.front import front
 from rope_patch.utils.resources import resource_folder
 
 FOLDER = resource_folder("eval/tasks")  # what lm-eval takes as --include_path
+
+_lazy, __getattr__, __dir__ = front(
+    __name__, {"samples": "TooShort", "texts": "documents read_text"}
+)
+__all__ = [
+    "CHOICE",
+    "FOLDER",
+    "LIKELIHOOD",
+    "config",
+    "expand",
+    "groups",
+    "names",
+    "question_of",
+    "read_config",
+    *_lazy,
+]
 
 LIKELIHOOD = "_ll"  # ends the name of a task whose answers are scored by their likelihood
 CHOICE = "_mc"  # of one whose answers are chosen by it among others

@@ -1,1 +1,21 @@
 """Helpers for the whole package: files, errors, checksums, progress and processes."""
+
+from rope_patch.utils.front import front
+
+__all__, __getattr__, __dir__ = front(
+    __name__,
+    {
+        "atomic_files": "NotWritten add_write_advice atomic_write explain_write_errors "
+        "require_writable_file require_writable_folder",
+        "checksums": "add_checksum digest file_sha256 seal verify_checksum",
+        "errors": "describe_error did_you_mean one_line",
+        "escaping": "escape_markdown markdown_block markdown_code markdown_prose printable",
+        "figure_file": "render_figure",
+        "folder_lock": "FolderLock lock_folder",
+        "journal": "JournalFile check_lines",
+        "notebook": "text_html",
+        "plot_style": "PALETTE",
+        "processes": "Processes",
+        "progress": "progress_bar",
+    },
+)

@@ -27,28 +27,3 @@ def load(kind):
     if not (folder / "tokenizer.json").is_file():
         pytest.skip("SmolLM2 was not expanded on this machine (`rope-patch` does for `demo`)")
     return AutoTokenizer.from_pretrained(folder)
-
-
-def check_length(rows, tokenizer, room, length, unit):
-    """Prompt, prefix and room fill the length but for less than a unit, and never exceed it."""
-    assert rows
-    for row in rows:
-        used = len(tokenizer(f"{row['input']} {row['gen_prefix']}").input_ids) + room
-        assert length - unit <= used <= length
-        assert row["tokens"] == used
-        assert row["target_tokens"] <= room
-
-
-def check_lm_eval(names, expected, length, **metadata):
-    """Plain lm-eval loads the YAML files and builds the same samples."""
-    from lm_eval.tasks import TaskManager
-
-    from rope_patch import tasks
-
-    manager = TaskManager(
-        include_path=tasks.FOLDER,
-        include_defaults=False,
-        metadata={"pretrained": str(TINY), "length": length, **metadata},
-    )
-    for name in names:
-        assert list(manager.load([name])["tasks"][name].test_docs()) == expected

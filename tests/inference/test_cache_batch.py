@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from helpers.encoding_models import LENGTH, encoding_model
 from helpers.tiny_models import make_model, tokens
 from transformers import DynamicCache
 
 import rope_patch
-from rope_patch.inference.cache_batch import CacheBatch, token_bytes
-from rope_patch.inference.greedy_decoder import GreedyDecoder
+from rope_patch.inference import CacheBatch, GreedyDecoder, PrefixReader, token_bytes
 
 LENGTHS = (30, 47, 38)  # tokens
 METHODS = {
@@ -151,3 +151,63 @@ def test_negative_rows_are_counted_from_the_last_one_in_use():
     batch.drop_row(0)  # rows 2 and 1 are left
     layer.batch_select_indices(torch.tensor([-1, 0]))
     assert layer.keys[:, 0, 0, 0].tolist() == [1, 2]
+
+
+# --- Models that do not rotate: chunks, shared prefixes and batches -------------------------------
+
+CASES = {
+    "GPT2LMHeadModel": ("linear", {}, {}),
+    "GPTNeoForCausalLM": ("linear", {}, {}),
+    "OPTForCausalLM": ("tile", {}, {}),
+    "BioGptForCausalLM": ("linear", {}, {}),
+    "XGLMForCausalLM": ("ntk", {}, {}),
+    "BloomForCausalLM": ("ntk", {"trained_length": LENGTH}, {}),
+    "MptForCausalLM": ("linear", {}, {"max_seq_len": LENGTH, "n_heads": 6}),
+    "FalconForCausalLM": ("ntk", {"trained_length": LENGTH}, {"num_attention_heads": 6}),
+}
+
+
+@pytest.fixture(params=CASES)
+def unrotated(request):
+    method, arguments, fields = CASES[request.param]
+    model = encoding_model(request.param, **fields)
+    rope_patch.patch(model, method, factor=4, **arguments)
+    return model
+
+
+def prompt(length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(6, 90, (length,), generator=generator).tolist()
+
+
+def last_logits(model, ids):
+    return model(torch.tensor([ids])).logits[0, -1]
+
+
+@torch.no_grad()
+def test_chunks_and_shared_prefixes_change_nothing(unrotated):
+    model = unrotated
+    first = prompt(100, 0)
+    second = [*first[:70], *prompt(40, 1)]
+    reader = PrefixReader(model, chunk=32)
+    for ids in (first, second):
+        cache = reader(ids)
+        ours = model(torch.tensor([ids[-1:]]), past_key_values=cache).logits[0, -1]
+        torch.testing.assert_close(ours, last_logits(model, ids), rtol=1e-4, atol=1e-4)
+    assert reader.tokens_read == 99 + 109 - 64  # two whole chunks are shared
+
+
+@torch.no_grad()
+def test_rows_of_a_batch_are_as_single_prompts(unrotated):
+    model = unrotated
+    prompts = [prompt(61, 2), prompt(90, 3)]
+    reader = PrefixReader(model, chunk=32)
+    batch = CacheBatch([len(ids) - 1 for ids in prompts], room=4)
+    for row, ids in enumerate(prompts):
+        batch.fill_row(row, reader(ids))
+    for _ in range(3):
+        tokens = torch.tensor([ids[-1:] for ids in prompts])
+        logits = model(tokens, **batch.inputs(model, tokens.device)).logits[:, -1]
+        for row, ids in enumerate(prompts):
+            torch.testing.assert_close(logits[row], last_logits(model, ids), rtol=1e-4, atol=1e-4)
+        prompts = [[*ids, int(row.argmax())] for ids, row in zip(prompts, logits, strict=True)]

@@ -1,14 +1,15 @@
 """Test samples: which tokens are scored, controls, and malformed sample files."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers.search_fixtures import ASSETS, questions
+from helpers.search_fixtures import questions
+from helpers.tokenizers import load
 from train_tiny import recall_batch
-from transformers import AutoTokenizer
 
-from rope_patch.inference.samples import (
+from rope_patch.inference import (
     Sample,
     document_samples,
     from_labelled_tensors,
@@ -17,14 +18,14 @@ from rope_patch.inference.samples import (
     read_samples,
     samples_digest,
 )
-from rope_patch.tasks import texts
+from rope_patch.tasks import read_text
 
 LENGTH = 1400  # the tiny vocabulary takes many tokens for the questions' own words
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(ASSETS / "tiny-llama")
+    return load("tiny")
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +83,18 @@ def test_a_text_shorter_than_the_length_is_refused(tokenizer, tmp_path):
             make(tokenizer, LENGTH, 2, 1, [str(path)])
 
 
-def test_the_last_eighth_of_a_document_is_scored(tokenizer):
-    names = ["northanger_abbey", "persuasion"]
-    samples = document_samples(tokenizer, 800, 12, seed=1, texts=names)
+def test_the_last_eighth_of_a_document_is_scored(tokenizer, tmp_path):
+    ids = {}
+    for name in ("northanger_abbey", "persuasion"):
+        (tmp_path / name).write_text(read_text(name)[:14_000])
+        ids[str(tmp_path / name)] = tokenizer(read_text(name)[:14_000]).input_ids
+    samples = document_samples(tokenizer, 800, 12, seed=1, texts=[*ids])
     assert all(len(s.ids) == 800 and s.answers == ((700, 800),) and s.prose for s in samples)
     assert len({s.group for s in samples}) == 12
-    ids_by_name = {name: tokenizer(texts.read_text(name)).input_ids for name in names}
     for sample in samples:
-        ids = ids_by_name[sample.group.split()[0]]
-        excerpt = int(sample.group.split()[1]) - 1 if " " in sample.group else 0
-        assert list(sample.ids) == ids[800 * excerpt : 800 * (excerpt + 1)]
+        name, _, number = sample.group.partition(" ")
+        excerpt = int(number or 1) - 1
+        assert list(sample.ids) == ids[name][800 * excerpt : 800 * (excerpt + 1)]
 
 
 def test_recalled_values_are_single_tokens():
@@ -120,27 +123,24 @@ def test_training_data_is_read_as_samples(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "holds no samples"),
-        ("{", "line 1: expected JSON with input_ids and labels"),
+        ("", "no samples"),
+        ("{", "line 1: .*JSON"),
         ('{"input_ids": [1, 2]}', "line 1: .*no 'labels'"),
-        ('{"input_ids": [1, 2], "labels": [-100]}', "got 2 input_ids and 1 labels"),
+        ('{"input_ids": [1, 2], "labels": [-100]}', "2 input_ids and 1 labels"),
         ('{"input_ids": [1, 2], "labels": [-100, 3]}', "position 1 is 3, its token 2"),
-        ('{"input_ids": [1, 2], "labels": [1, -100]}', "the first token has nothing before it"),
-        ('{"input_ids": [1, 2], "labels": [-100, -100]}', "answers must be spans"),
-        ('{"input_ids": [1, "a"], "labels": [-100, -100]}', "tokens are whole numbers"),
+        ('{"input_ids": [1, 2], "labels": [1, -100]}', "first token"),
+        ('{"input_ids": [1, 2], "labels": [-100, -100]}', "spans"),
+        ('{"input_ids": [1, "a"], "labels": [-100, -100]}', "whole numbers"),
         ("[1]", "line 1"),
     ],
 )
 def test_malformed_sample_files_are_refused(tmp_path, content, message):
     path = tmp_path / "samples.jsonl"
+    with pytest.raises(ValueError, match=r"cannot read .*samples\.jsonl"):
+        read_samples(path)
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         read_samples(path)
-
-
-def test_a_missing_sample_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot read samples from .*nothing\.jsonl"):
-        read_samples(tmp_path / "nothing.jsonl")
 
 
 def test_permuted_answers_replace_every_answer_and_nothing_else():
@@ -152,3 +152,16 @@ def test_permuted_answers_replace_every_answer_and_nothing_else():
         other_positions = set(range(len(sample.ids))) - set(sample.positions)
         assert all(sample.ids[p] == control.ids[p] for p in other_positions)
     assert permuted_answers(samples[:1]) == []
+
+
+def test_permuted_answers_are_not_those_of_the_same_text():
+    """Three texts of one answer each; the second text has the third's answer by chance."""
+    first = Sample(ids=(1, 2, 3, 11), answers=((3, 4),), group="a")
+    second = replace(first, ids=(1, 13, 3, 12), group="b")
+    third = replace(first, ids=(1, 2, 3, 13), group="c")
+    for seed in range(8):
+        for sample in permuted_answers([first, second, third], seed):
+            assert sample.ids[3] not in sample.ids[:3]
+    # Where all other answers stand in the text, as labels of examples do, one of them is taken.
+    labels = [replace(first, ids=(11, 12, 3, answer)) for answer in (11, 12)]
+    assert [sample.ids[3] for sample in permuted_answers(labels)] == [12, 11]

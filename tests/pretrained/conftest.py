@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import transformers
+from helpers.rope_type_configs import registry
 from helpers.tiny_models import LONG, SHORT, logits, make_model
-from rope_type_configs import registry
 
 import rope_patch
 
@@ -48,7 +48,7 @@ def bases(tmp_path_factory):
 @pytest.fixture(scope="module")
 def saved_adapter(bases, tmp_path_factory):
     """Return a function that returns an adapter's folder and logits, saving each adapter once."""
-    from lora_adapters import METHODS, add_adapter, base  # skips without peft
+    from helpers.lora_adapters import METHODS, add_adapter, base  # skips without peft
 
     adapters = {}
 
@@ -74,7 +74,7 @@ def saved_adapter(bases, tmp_path_factory):
 @pytest.fixture
 def without_sidecar(bases, tmp_path):
     """Return the folder of an adapter without a sidecar, and its logits."""
-    from lora_adapters import add_adapter, base
+    from helpers.lora_adapters import add_adapter, base
 
     model = add_adapter(base(bases))
     model.save_pretrained(tmp_path / "without_sidecar")

@@ -4,11 +4,22 @@ import json
 import logging
 import shutil
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from helpers.lora_adapters import (
+    METHODS,
+    add_adapter,
+    assert_logits,
+    assert_untouched,
+    base,
+    change,
+    lora,
+    state,
+)
 from helpers.tiny_models import (
     LONG,
     SHORT,
@@ -19,24 +30,27 @@ from helpers.tiny_models import (
     make_model,
     tokens,
 )
-from lora_adapters import (
-    METHODS,
-    add_adapter,
-    assert_logits,
-    assert_untouched,
-    base,
-    peft,
-    state,
-)
+from packaging.version import Version
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import rope_patch
+
+peft = pytest.importorskip("peft")
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("first", ["patch", "adapter"])
+@pytest.mark.parametrize(
+    ("method", "family", "first"),
+    [
+        *((method, "llama", "patch") for method in METHODS),
+        *((method, "gemma3", "patch") for method in ("yarn", "longrope", "dynamic", "rerope")),
+        *(
+            (method, family, "adapter")
+            for method, family in (("yarn", "llama"), ("dynamic", "gemma3"))
+        ),
+    ],
+)
 def test_unpatched_base_is_patched_as_recorded(bases, saved_adapter, family, method, first):
     folder, expected = saved_adapter(method, family, first)
     model = base(bases, family)
@@ -189,74 +203,51 @@ def test_base_with_another_start_is_refused(trained, tmp_path):
     assert logits(got).equal(logits(model))
 
 
-@pytest.mark.parametrize("method", ["linear", "yarn", "ntk"])
-def test_base_whose_config_has_the_rotation_is_not_patched(bases, saved_adapter, method, tmp_path):
-    folder, expected = saved_adapter(method)
-    model = base(bases)
-    rope_patch.patch(model, method, **METHODS[method])
-    rope_patch.save(model, tmp_path)
-    native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    got = rope_patch.load_adapter(native, folder)
-    assert rope_patch.current(got) is None
-    assert_close(logits(got), expected[1])
+NATIVE_BASES = {  # the adapter's method and options; the method of the base's config; the patch
+    "linear": ("linear", {}, "linear", None),
+    "yarn": ("yarn", {}, "yarn", None),
+    "ntk": ("ntk", {}, "ntk", None),
+    # The frequencies are equal at one length only, or not all that the method does.
+    "at one length": ("dynamic-yarn", {"length": 4 * TRAINED}, "yarn:plain", "dynamic-yarn"),
+    "temperature": ("yarn", {"temperature": "log-n"}, "yarn", "yarn"),
+    "map": ("rerope", {"on": "yarn:4"}, "yarn:plain", "rerope"),
+}
 
 
-def test_static_base_is_patched_for_a_dynamic_adapter(bases, saved_adapter, tmp_path):
-    """The base's frequencies equal the recorded ones at one length only."""
-    folder, expected = saved_adapter("dynamic-yarn", length=4 * TRAINED)
-    model = base(bases)
-    rope_patch.patch(model, "yarn", factor=4)
-    rope_patch.save(model, tmp_path)
-    native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    got = rope_patch.load_adapter(native, folder)
-    assert rope_patch.current(got).method.name == "dynamic-yarn"
-    for length, expected_logits in zip((SHORT, LONG), expected, strict=True):
-        assert_close(logits(got, length), expected_logits)
-
-
-@pytest.mark.parametrize(
-    ("method", "options"), [("yarn", {"temperature": "log-n"}), ("rerope", {"on": "yarn:4"})]
-)
-def test_what_no_config_says_is_patched_on_a_base_with_the_frequencies(
-    bases, saved_adapter, method, options, tmp_path
+@pytest.mark.parametrize("case", NATIVE_BASES)
+def test_base_whose_config_has_the_rotation_is_patched_with_what_no_config_says(
+    bases, saved_adapter, case, tmp_path
 ):
+    method, options, stated, patched_with = NATIVE_BASES[case]
     folder, expected = saved_adapter(method, **options)
     model = base(bases)
-    yarn = METHODS["yarn"] if method == "yarn" else {"factor": 4}
-    rope_patch.patch(model, "yarn", **yarn)
+    name, _, plain = stated.partition(":")
+    rope_patch.patch(model, name, **({"factor": 4} if plain else METHODS[name]))
     rope_patch.save(model, tmp_path)
     native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     got = rope_patch.load_adapter(native, folder)
-    assert rope_patch.current(got).method.name == method
-    assert_close(logits(got), expected[1])
+    handle = rope_patch.current(got)
+    assert (handle and handle.method.name) == patched_with
+    lengths = (SHORT, LONG) if case == "at one length" else (LONG,)
+    for length in lengths:
+        assert_close(logits(got, length), expected[(SHORT, LONG).index(length)])
 
 
-def test_base_with_another_rotation_is_refused(saved_adapter):
-    folder, _ = saved_adapter("yarn")
-    model = make_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    before = state(model)
-    with pytest.raises(ValueError, match=r"would rotate LlamaForCausalLM otherwise.*500000"):
-        rope_patch.load_adapter(model, folder)
-    assert_untouched(model, before)
-    model = make_model(head_dim=32)
-    with pytest.raises(ValueError, match="would rotate LlamaForCausalLM otherwise"):
-        rope_patch.load_adapter(model, folder)
+OTHER_BASES = {
+    "base": ("yarn", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "500000"),
+    "heads": ("yarn", {"head_dim": 32}, "would rotate LlamaForCausalLM otherwise"),
+    "layer types": ("linear gemma3", {}, "rotates all layers alike"),
+    "size": ("yarn", {"num_attention_heads": 8}, r"does not fit.*size mismatch.*/llama"),
+}
 
 
-def test_base_that_cannot_be_patched_is_refused(saved_adapter):
-    folder, _ = saved_adapter("linear", "gemma3")
-    model = make_model()
-    before = state(model)
-    with pytest.raises(ValueError, match=r"which this one cannot be: .*rotates all layers alike"):
-        rope_patch.load_adapter(model, folder)
-    assert_untouched(model, before)
-
-
-def test_adapter_of_another_size_is_refused(saved_adapter, bases):
-    folder, _ = saved_adapter("yarn")
-    model = make_model(num_attention_heads=8)
+@pytest.mark.parametrize("case", OTHER_BASES)
+def test_base_with_another_rotation_or_size_is_refused(saved_adapter, case):
+    adapter, sizes, named = OTHER_BASES[case]
+    folder, _ = saved_adapter(*adapter.split())
+    model = make_model(**sizes)
     before, expected = state(model), logits(model)
-    with pytest.raises(ValueError, match=rf"does not fit.*size mismatch.*{bases / 'llama'}"):
+    with pytest.raises(ValueError, match=named):
         rope_patch.load_adapter(model, folder)
     assert_untouched(model, before)
     assert logits(model).equal(expected)
@@ -321,3 +312,142 @@ def test_load_adapter_emits_no_peft_warnings(bases, saved_adapter):
         warnings.simplefilter("always")
         rope_patch.load_adapter(base(bases), folder)
     assert not [warning for warning in caught_warnings if "adapter" in str(warning.message).lower()]
+
+
+# --- Loading with a base --------------------------------------------------------------------------
+
+
+def test_load_adapter_of_a_base_saved_with_a_patch(bases, tmp_path):
+    first = base(bases)
+    rope_patch.patch(first, "yarn", factor=4)
+    rope_patch.save(first, tmp_path / "base")
+    model = add_adapter(rope_patch.load(tmp_path / "base"))
+    rope_patch.save(model, tmp_path / "recorded")
+    model.save_pretrained(tmp_path / "without_sidecar")
+    expected = logits(model)
+    for name in ("recorded", "without_sidecar"):
+        loaded = rope_patch.load(tmp_path / name)
+        assert logits(loaded).equal(expected)
+        assert rope_patch.current(loaded).original["max_position_embeddings"] == TRAINED
+
+
+def test_load_adapter_with_a_method(saved_adapter):
+    folder, expected = saved_adapter("yarn")
+    assert_logits(rope_patch.load(folder, "yarn", factor=4, beta_fast=16), expected)
+    with pytest.raises(ValueError, match=r"was trained on a base.*yarn ×4.*linear ×4"):
+        rope_patch.load(folder, "linear", factor=4)
+    with pytest.raises(ValueError, match="factor goes with a method"):
+        rope_patch.load(folder, factor=4)
+
+
+def test_failing_requests_read_no_weights(saved_adapter, bases, monkeypatch):
+    folder, _ = saved_adapter("yarn")
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read")
+    )
+    with pytest.raises(ValueError, match="was trained on a base"):
+        rope_patch.load(folder, "linear", factor=4)
+
+
+def test_load_passes_arguments_for_base_and_adapter(saved_adapter):
+    folder, _ = saved_adapter("yarn")
+    loaded = rope_patch.load(
+        folder,
+        dtype=torch.bfloat16,
+        attn_implementation="eager",
+        kernels="hf",
+        is_trainable=True,
+        adapter_name="mine",
+    )
+    assert loaded.active_adapter == "mine"
+    assert loaded.get_base_model().model.layers[0].self_attn.k_proj.weight.dtype == torch.bfloat16
+    assert loaded.config._attn_implementation == "eager"
+    assert any(p.requires_grad for p in loaded.parameters())
+    assert "transformers' own" in rope_patch.current(loaded).summary()
+
+
+def test_load_uses_the_base_revision_of_the_adapter(saved_adapter, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(saved_adapter("yarn")[0], tmp_path / "adapter"))
+    change(folder, "adapter_config.json", revision="v2")
+    revisions = []
+    for kind in (transformers.AutoConfig, transformers.AutoModelForCausalLM):
+
+        def read(path, *args, original=kind.from_pretrained, **kwargs):
+            revisions.append(kwargs["revision"])
+            return original(path, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "from_pretrained", read)
+    assert_logits(rope_patch.load(folder), saved_adapter("yarn")[1])
+    assert revisions[:2] == ["v2", "v2"]
+    rope_patch.load(folder, revision="v3")
+    assert revisions[-1] == "v3"
+
+
+def test_several_adapters_on_one_model(bases, saved_adapter):
+    folder, expected = saved_adapter("yarn")
+    model = rope_patch.load_adapter(base(bases), folder)
+    with pytest.raises(ValueError, match=r"expected a new name.*'default'.*adapter_name="):
+        rope_patch.load_adapter(model, folder)
+    assert rope_patch.load_adapter(model, folder, adapter_name="again") is model
+    model.set_adapter("again")
+    assert_logits(model, expected)
+    before = state(model)
+    with pytest.raises(ValueError, match="was trained on a base"):
+        rope_patch.load_adapter(model, saved_adapter("linear")[0], adapter_name="other")
+    assert_untouched(model, before)
+
+
+def test_each_named_adapter_gets_a_sidecar(bases, tmp_path):
+    model = base(bases)
+    rope_patch.patch(model, "yarn", factor=4)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, lora(), adapter_name="one").eval()
+    model.add_adapter("two", lora(r=4))
+    rope_patch.save(model, tmp_path)
+    for name in ("one", "two"):
+        model.set_adapter(name)
+        got = rope_patch.load_adapter(base(bases), tmp_path / name)
+        assert rope_patch.current(got).method.name == "yarn"
+        assert logits(got).equal(logits(model))
+
+
+@pytest.mark.skipif(
+    Version(version("peft")) < Version(MIN_PEFT_VERSION),
+    reason=f"this transformers adds adapters with PEFT {MIN_PEFT_VERSION} alone",
+)
+def test_adapter_added_by_transformers(bases, saved_adapter, tmp_path):
+    """Use `model.add_adapter`, which makes no PeftModel."""
+    model = base(bases)
+    rope_patch.patch(model, "yarn", factor=4)
+    torch.manual_seed(0)
+    model.add_adapter(lora())
+    rope_patch.save(model, tmp_path)
+    got = rope_patch.load(tmp_path)
+    assert rope_patch.current(got).method.name == "yarn"
+    assert_close(logits(got), logits(model.eval()))
+
+
+def test_base_works_without_the_adapter(bases, saved_adapter):
+    folder, _ = saved_adapter("yarn")
+    model = base(bases)
+    plain = logits(model)
+    got = rope_patch.load_adapter(model, folder)
+    rope_patch.patch(patched := base(bases), "yarn", factor=4, beta_fast=16)
+    with got.disable_adapter():
+        assert logits(got).equal(logits(patched))
+    unloaded = got.unload()
+    assert logits(unloaded).equal(logits(patched))
+    rope_patch.unpatch(unloaded)
+    assert logits(unloaded).equal(plain)
+
+
+def test_adapter_on_an_offloaded_base(bases, saved_adapter, tmp_path, monkeypatch):
+    folder, expected = saved_adapter("yarn")
+    monkeypatch.chdir(tmp_path)  # PEFT writes changed offloaded weights into the current folder
+    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    rest = {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    loaded = rope_patch.load(
+        folder, device_map={**device_map, **rest}, offload_folder=tmp_path / "offload"
+    )
+    assert rope_patch.current(loaded).method.name == "yarn"
+    assert_close(logits(loaded), expected[1])

@@ -7,10 +7,9 @@ from helpers.tiny_models import step_by_step
 
 import rope_patch
 from rope_patch.evaluation.measures import perplexity
-from rope_patch.pretrained import demo
-from rope_patch.pretrained.loading import read_model, read_tokenizer
-from rope_patch.tasks import texts
-from rope_patch.utils.checksums import file_sha256
+from rope_patch.pretrained import demo_folder, read_model, read_tokenizer, resolve_model_path
+from rope_patch.tasks import documents
+from rope_patch.utils import file_sha256
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +18,7 @@ LENGTH, WINDOW, CONTEXT = 12288, 1024, 4096
 
 @pytest.fixture(scope="module")
 def folder():
-    return demo.demo_folder()
+    return demo_folder()
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +29,15 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def ids(folder):
-    return texts.documents(["emma"], read_tokenizer(folder), LENGTH)[0].tokens
+    return documents(["emma"], read_tokenizer(folder), LENGTH)[0].tokens
 
 
-def test_demo_is_converted_once_and_checked(folder, monkeypatch):
-    monkeypatch.setattr(demo, "_convert", None)  # a second conversion would fail
-    assert demo.demo_folder() == folder
-    assert demo.resolve_model_path("demo") == str(folder)
-    assert demo.resolve_model_path("some/other") == "some/other"
+def test_demo_is_converted_once(folder):
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert demo_folder() == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert resolve_model_path("demo") == str(folder)
+    assert resolve_model_path("some/other") == "some/other"
 
 
 def test_damaged_demo_is_converted_again(folder, tmp_path, monkeypatch):
@@ -45,7 +45,7 @@ def test_damaged_demo_is_converted_again(folder, tmp_path, monkeypatch):
     demo_copy = tmp_path / "rope_patch" / folder.name
     demo_copy.mkdir(parents=True)
     (demo_copy / "model.safetensors").write_bytes(b"cut short")
-    assert demo.demo_folder() == demo_copy
+    assert demo_folder() == demo_copy
     digest = file_sha256(demo_copy / "model.safetensors")
     assert digest == file_sha256(folder / "model.safetensors")
 

@@ -7,12 +7,16 @@ import pytest
 import torch
 import transformers
 from helpers.commands import run_in_new_process, run_in_this_process
-from helpers.tiny_models import TARGET, assert_differs, make_config
+from helpers.tiny_models import (
+    TARGET,
+    assert_differs,
+    make_config,
+)
 from helpers.vision_models import MODEL_TYPES, SAMPLE, image_prompt, vision_config, vision_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import rope_patch
-from rope_patch.pretrained.model_class import auto_class
+from rope_patch.pretrained import auto_class
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 

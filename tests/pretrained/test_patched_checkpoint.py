@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,7 @@ from helpers.encoding_models import encoding_model, token_logits
 from helpers.tiny_models import OLD_TRANSFORMERS, logits, make_model
 
 import rope_patch
-from rope_patch.pretrained import patched_checkpoint
-from rope_patch.pretrained.patched_checkpoint import patch_checkpoint
+from rope_patch import patch_checkpoint
 
 ASSETS = Path(__file__).parents[1] / "assets"
 REQUEST = {"factor": 4}
@@ -157,7 +157,7 @@ def test_an_incomplete_checkpoint_is_refused(source, tmp_path):
 
 def test_too_small_a_disk_is_said_before_anything_is_copied(source, tmp_path, monkeypatch):
     usage = SimpleNamespace(free=10)
-    monkeypatch.setattr(patched_checkpoint.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(ValueError, match="make room"):
         patch_checkpoint(source, tmp_path / "new", "yarn", factor=4, copy=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
@@ -167,7 +167,7 @@ def test_a_failure_leaves_nothing_behind(source, tmp_path, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(patched_checkpoint, "record_patch", fail)
+    monkeypatch.setattr(transformers.LlamaConfig, "save_pretrained", fail)
     with pytest.raises(KeyboardInterrupt):
         patch_checkpoint(source, tmp_path / "new", "yarn", factor=4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

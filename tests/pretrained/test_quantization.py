@@ -7,8 +7,7 @@ import torch
 import transformers
 from helpers.tiny_models import SIZES, logits, make_model
 
-from rope_patch.pretrained import quantization
-from rope_patch.pretrained.quantization import (
+from rope_patch.pretrained import (
     GGUF_TYPES,
     loading_arguments,
     parse_quantization,
@@ -212,4 +211,3 @@ def test_arguments_of_bitsandbytes():
     assert (nf4.load_in_4bit, nf4.bnb_4bit_quant_type) == (True, "nf4")
     assert nf4.bnb_4bit_compute_dtype == torch.bfloat16
     assert loading_arguments("int8", torch.float32)["quantization_config"].load_in_8bit
-    assert set(quantization.BITSANDBYTES) == {"int8", "nf4"}

@@ -155,7 +155,7 @@ DEFECTS = [
         "rope_patch/utils/folder_lock.py",
         "            lock.acquire(timeout=0)\n",
         "            pass\n",
-        ("tests/utils/test_folder_lock.py::test_a_second_evaluation_is_refused_before_it_writes",),
+        ("tests/utils/test_processes.py::test_a_second_evaluation_is_refused_before_it_writes",),
     ),
     Defect(
         "a name in Markdown is HTML",
@@ -183,7 +183,7 @@ DEFECTS = [
         "rope_patch/utils/errors.py",
         '    return (words if len(words) >= max_length // 2 else head) + " ..."\n',
         '    return words + " ..."\n',
-        ("tests/utils/test_errors.py::test_a_long_text_is_cut_at_a_word_if_it_has_words",),
+        ("tests/utils/test_escaping.py::test_a_long_text_is_cut_at_a_word_if_it_has_words",),
     ),
     Defect(
         "lists that are nested too deep end in a RecursionError",
@@ -234,6 +234,6 @@ DEFECTS = [
         "rope_patch/utils/figure_file.py",
         "    return _with_dark_colours(svg).encode()\n",
         "    return svg.encode()\n",
-        ("tests/utils/test_figure_file.py::test_each_colour_has_a_rule_for_dark_screens",),
+        ("tests/utils/test_progress.py::test_each_colour_has_a_rule_for_dark_screens",),
     ),
 ]

@@ -144,14 +144,16 @@ DEFECTS = [
         "rope_patch/pretrained/rotation_agreement.py",
         "        or method.is_length_dependent(trained_length)\n",
         "",
-        ("tests/pretrained/test_adapters.py::test_static_base_is_patched_for_a_dynamic_adapter",),
+        (
+            "tests/pretrained/test_adapters.py::test_base_whose_config_has_the_rotation_is_patched_with_what_no_config_says",
+        ),
     ),
     Defect(
         "an adapter is put on a base that its patch rotates otherwise than in training",
         "rope_patch/pretrained/adapters.py",
         "    if not matches_sidecar(training_patch, sidecar):\n",
         "    if False:\n",
-        ("tests/pretrained/test_adapters.py::test_base_with_another_rotation_is_refused",),
+        ("tests/pretrained/test_adapters.py::test_base_with_another_rotation_or_size_is_refused",),
     ),
     Defect(
         "a method from outside that computes other numbers than when it was saved loads in silence",
@@ -159,7 +161,7 @@ DEFECTS = [
         "    if OUTSIDE not in sidecar:\n        return\n    recorded,",
         "    return\n    recorded,",
         (
-            "tests/pretrained/test_recorded_rotation.py::test_another_computation_under_the_same_name_is_refused",
+            "tests/pretrained/test_trained_record.py::test_another_computation_under_the_same_name_is_refused",
         ),
     ),
     Defect(
@@ -167,9 +169,7 @@ DEFECTS = [
         "rope_patch/pretrained/recorded_rotation.py",
         '"attention_factor": in_softmax if in_softmax != 1 else frequencies.attention_factor,',
         '"attention_factor": frequencies.attention_factor,',
-        (
-            "tests/pretrained/test_recorded_rotation.py::test_latent_attention_keeps_its_softmax_scale",
-        ),
+        ("tests/pretrained/test_trained_record.py::test_latent_attention_keeps_its_softmax_scale",),
     ),
     Defect(
         "a table that was trained under its patch is loaded as the method computes it",
@@ -177,7 +177,7 @@ DEFECTS = [
         "                site.table.copy_(patched[site.name])\n",
         "                pass\n",
         (
-            "tests/pretrained/test_encoding_checkpoint.py::test_a_table_trained_under_the_patch_is_kept",
+            "tests/pretrained/test_encodings_in_folders.py::test_a_table_trained_under_the_patch_is_kept",
         ),
     ),
     Defect(
@@ -185,7 +185,7 @@ DEFECTS = [
         "rope_patch/pretrained/encoding_checkpoint.py",
         "    return all(\n        getattr(module, MAX_DISTANCE) == getattr(model.get_submodule(name), MAX_DISTANCE)\n        for name, module in plain.named_modules()\n        if owns_buckets(module)\n    )\n",
         "    return True\n",
-        ("tests/pretrained/test_encoding_checkpoint.py::test_half_of_t5_has_no_native_form",),
+        ("tests/pretrained/test_encodings_in_folders.py::test_half_of_t5_has_no_native_form",),
     ),
     Defect(
         "a stretched table of an encoded model is stretched again where its folder loads",
@@ -193,7 +193,7 @@ DEFECTS = [
         "        extended = None\n    original",
         "        pass\n    original",
         (
-            "tests/pretrained/test_encoded_model.py::test_a_stretched_table_is_saved_as_it_was_trained_on",
+            "tests/pretrained/test_encodings_in_folders.py::test_a_stretched_table_is_saved_as_it_was_trained_on",
         ),
     ),
     Defect(

@@ -297,7 +297,7 @@ DEFECTS = [
         f"{_INFERENCE}/cache_batch.py",
         "        positions = torch.tensor(self.lengths, device=device)[:, None]\n",
         "        positions = torch.full((len(self.lengths), 1), stop, device=device)\n",
-        ("tests/inference/test_cache_batch.py", "tests/inference/test_encodings_in_caches.py"),
+        ("tests/inference/test_cache_batch.py",),
     ),
     Defect(
         "layers that drop keys are filled into a batch",

@@ -43,7 +43,7 @@ DEFECTS = [
         '        float(any(a.lower() in written for a in doc["answers"])), results[0]\n',
         '        sum(a.lower() in written for a in doc["answers"]) / len(doc["answers"]), results[0]\n',
         (
-            "tests/tasks/test_questions.py::test_any_of_the_answers_scores_in_full_where_lm_eval_divides",
+            "tests/tasks/test_scoring.py::test_any_of_the_answers_scores_in_full_where_lm_eval_divides",
         ),
     ),
     Defect(
@@ -51,14 +51,14 @@ DEFECTS = [
         "rope_patch/tasks/scoring.py",
         'rf"\\d+(?:[.,]\\d+)*|',
         'rf"\\d+|',
-        ("tests/tasks/test_counting.py::test_the_first_number_must_equal_the_answer",),
+        ("tests/tasks/test_scoring.py::test_the_score_is_that_of_the_tasks_rule",),
     ),
     Defect(
         "generation stops at an answer that its next token may change",
         "rope_patch/tasks/settled.py",
         "_GUARD = 2 ",
         "_GUARD = 0 ",
-        ("tests/tasks/test_settled.py::test_no_continuation_changes_a_settled_score",),
+        ("tests/tasks/test_scoring.py::test_no_continuation_changes_a_settled_score",),
     ),
     Defect(
         "a text's needles are as many as its questions, so that two commands ask other tasks",
@@ -81,21 +81,23 @@ DEFECTS = [
         "rope_patch/tasks/questions.py",
         "        others = _without_answers(others, chosen)\n",
         "        pass\n",
-        ("tests/tasks/test_controls.py::test_no_control_holds_an_answer",),
+        ("tests/tasks/test_every_task.py::test_no_control_holds_an_answer",),
     ),
     Defect(
         "an unanswerable question of SQuAD 2.0 is asked",
         "rope_patch/tasks/questions.py",
         '                if entry.get("is_impossible"):\n                    continue\n',
         "",
-        ("tests/tasks/test_questions.py::test_a_file_of_the_users_gives_questions_and_documents",),
+        (
+            "tests/tasks/test_ruler_tasks.py::test_a_file_of_the_users_gives_questions_and_documents",
+        ),
     ),
     Defect(
         "assignments of variable tracking stand in the middle of lines, as in RULER before May 2025",
         "rope_patch/tasks/variables.py",
         '    return "\\n".join(pieces)\n',
         '    return " ".join(pieces)\n',
-        ("tests/tasks/test_variables.py::test_each_assignment_has_a_line_of_its_own",),
+        ("tests/tasks/test_ruler_tasks.py::test_each_assignment_has_a_line_of_its_own",),
     ),
     Defect(
         "answers of common words are in an order of their own, which a likelihood cannot know",
@@ -103,7 +105,7 @@ DEFECTS = [
         "            renamed.setdefault(entry, common[len(renamed)])\n",
         "            renamed.setdefault(entry, entry)\n",
         (
-            "tests/tasks/test_frequent_words.py::test_targets_name_common_words_as_they_first_appear",
+            "tests/tasks/test_ruler_tasks.py::test_common_words_are_counted_as_in_ruler_and_so_are_its_examples",
         ),
     ),
     Defect(
@@ -111,7 +113,7 @@ DEFECTS = [
         "rope_patch/tasks/list_operations.py",
         "    answers = set() if text.planted else {str(value) for _, _, value in questions}\n",
         "    answers: set[str] = set()\n",
-        ("tests/tasks/test_controls.py::test_no_control_holds_an_answer",),
+        ("tests/tasks/test_every_task.py::test_no_control_holds_an_answer",),
     ),
     Defect(
         "samples of one text get filler of their own lengths, and share nothing",

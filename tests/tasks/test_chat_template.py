@@ -1,17 +1,16 @@
 """Test questions in a chat template: the text that lm-eval makes, and its tokens."""
 
-import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
+from helpers.built_tasks import build_rows
+from helpers.tokenizers import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.evaluation import LongContextLM
 from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.tasks import chat_template
 
-LLAMA = Path(__file__).parents[1] / "assets" / "tiny-llama"
 # ChatML, as SmolLM2's and Qwen's; a template with the tokenizer's first token, as Llama's; and one
 # that prints the date unless it is given, as Llama 3's.
 TEMPLATES = {
@@ -29,20 +28,29 @@ TEMPLATES = {
 TASKS = ("rp_niah_multikey_1", "rp_niah_multikey_1_ll", "rp_niah_multikey_1_mc", "rp_vt", "rp_qa_1")
 
 
+def tokenizer_with(template):
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 @pytest.fixture(params=TEMPLATES)
 def chat_tokenizer(request):
-    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
-    tokenizer.chat_template = TEMPLATES[request.param]
+    tokenizer = tokenizer_with(TEMPLATES[request.param])
     tokenizer.bos_token = tokenizer.eos_token
     return tokenizer
 
 
 @pytest.fixture(scope="module")
 def model():
-    return AutoModelForCausalLM.from_pretrained(LLAMA).eval()
+    return AutoModelForCausalLM.from_pretrained(TINY).eval()
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    ("chat_tokenizer", "name"),
+    [*(("chatml", name) for name in TASKS), *((each, "rp_vt") for each in [*TEMPLATES][1:])],
+    indirect=["chat_tokenizer"],
+)
 def test_a_sample_has_the_tokens_of_the_prompt_that_lm_eval_makes(model, chat_tokenizer, name):
     (task,) = lm_eval_tasks.build(name, chat_tokenizer, [2048], 2, [10, 90], chat=True)
     lm = LongContextLM(model, chat_tokenizer, 2048, {})
@@ -59,6 +67,7 @@ def test_a_sample_has_the_tokens_of_the_prompt_that_lm_eval_makes(model, chat_to
         assert len(lm.tok_encode(prompt)) + room == doc["tokens"] <= 2048
 
 
+@pytest.mark.parametrize("chat_tokenizer", ["chatml", "first token"], indirect=True)
 def test_lm_eval_answers_questions_in_the_template(model, chat_tokenizer):
     built = lm_eval_tasks.build("rp_recall_ll", chat_tokenizer, [256], 1, [50], chat=True)
     lm = LongContextLM(model, chat_tokenizer, 256, {})
@@ -74,8 +83,7 @@ def test_lm_eval_answers_questions_in_the_template(model, chat_tokenizer):
 
 @pytest.mark.parametrize(("name", "date"), [("date", "26 Jul 2024"), ("clock", "26 July 2024")])
 def test_the_date_in_a_prompt_does_not_change(model, name, date):
-    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
-    tokenizer.chat_template = TEMPLATES[name]
+    tokenizer = tokenizer_with(TEMPLATES[name])
     text = chat_template.render(tokenizer, "Q?", "A")
     assert text == f"{date} user: Q?\nassistant: A"
     turns = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": "A"}]
@@ -107,8 +115,7 @@ NESTED = CONTENT + "{% for a in range(99999) %}{% for b in range(99999) %}{% end
 )
 def test_any_error_of_a_template_is_one_line_with_the_way_out(template, problem, monkeypatch):
     monkeypatch.setattr(chat_template, "_SECONDS", 0.5)
-    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
-    tokenizer.chat_template = template
+    tokenizer = tokenizer_with(template)
     with pytest.raises(ValueError, match=r"by --chat-template off") as error:
         lm_eval_tasks.build("rp_vt", tokenizer, [512], 1, [50], chat=True)
     assert problem in str(error.value)
@@ -117,8 +124,7 @@ def test_any_error_of_a_template_is_one_line_with_the_way_out(template, problem,
 
 def test_a_template_may_be_rendered_in_a_thread_that_is_not_the_main_one(monkeypatch):
     monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
-    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
-    tokenizer.chat_template = NESTED
+    tokenizer = tokenizer_with(NESTED)
     with ThreadPoolExecutor(1) as pool:
         refusal = pool.submit(chat_template.render, tokenizer, "Q?", "A").exception()
         assert "did not end within 0.2 s" in str(refusal)
@@ -126,29 +132,18 @@ def test_a_template_may_be_rendered_in_a_thread_that_is_not_the_main_one(monkeyp
 
 
 def test_auto_follows_the_tokenizer(chat_tokenizer):
-    plain = AutoTokenizer.from_pretrained(LLAMA)
-    resolve = chat_template.resolve
-    assert [resolve(choice, chat_tokenizer) for choice in ("auto", "on", "off")] == [
-        True,
-        True,
-        False,
-    ]
-    assert not resolve("auto", plain)
-    assert not resolve("off", plain)
-    with pytest.raises(ValueError, match=re.escape("give --chat-template off")):
+    plain, resolve = tokenizer_with(None), chat_template.resolve
+    choices = ("auto", "on", "off")
+    assert [resolve(choice, chat_tokenizer) for choice in choices] == [True, True, False]
+    assert [resolve(choice, plain) for choice in ("auto", "off")] == [False, False]
+    with pytest.raises(ValueError, match="--chat-template off"):
         resolve("on", plain)
-    with pytest.raises(ValueError, match="unknown chat template 'yes'; expected one of auto, on"):
+    with pytest.raises(ValueError, match=r"'yes'.* auto, on"):
         resolve("yes", plain)
+    with pytest.raises(ValueError, match="tokenizer has none"):
+        build_rows("rp_vt", length=512, chat=True)
 
 
 def test_templates_have_their_own_fingerprints():
-    tokenizers = [AutoTokenizer.from_pretrained(LLAMA) for _ in TEMPLATES]
-    for tokenizer, template in zip(tokenizers, TEMPLATES.values(), strict=True):
-        tokenizer.chat_template = template
-    assert len({*map(chat_template.fingerprint, tokenizers)}) == len(TEMPLATES)
-
-
-def test_a_builder_refuses_a_template_that_is_not_there():
-    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
-    with pytest.raises(ValueError, match="tokenizer has none"):
-        lm_eval_tasks.build("rp_vt", tokenizer, [512], 1, [50], chat=True)
+    prints = {chat_template.fingerprint(tokenizer_with(each)) for each in TEMPLATES.values()}
+    assert len(prints) == len(TEMPLATES)

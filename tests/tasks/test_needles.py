@@ -1,27 +1,21 @@
-"""Test the needle tasks: prompts equal to RULER's, lengths, depths, controls and scores."""
+"""Test the needle tasks: prompts equal to RULER's, depths, keys and values."""
 
 import importlib
-import importlib.util
 import itertools
-import json
-import random
 import re
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers import built_tasks
+from helpers.tokenizers import load
 
 from rope_patch import tasks
-from rope_patch.tasks import needles, scoring
 
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 PROSE = ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")
 LINES = ("single_1", "multikey_2", "multikey_3")
 ALL = (*PROSE, *LINES)
-SAME_TEXT = ("multikey_1", "multikey_2", "multikey_3", "multiquery")  # only the question differs
 NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (.+?) is: ([\w-]+)\.")
 
 
@@ -32,7 +26,7 @@ def ruler():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pytest.importorskip("nltk"), "download", lambda *_, **__: True)
         patch.setattr(pytest.importorskip("wonderwords"), "RandomWord", lambda: words)
-        names = ("common_utils", "prepare_niah", "niah_utils")
+        names = ("prepare_niah", "niah_utils")
         try:
             modules = [importlib.import_module(f"lm_eval.tasks.ruler.{name}") for name in names]
         except ImportError as error:
@@ -42,9 +36,8 @@ def ruler():
     return SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
 
-def rows(tokenizer, task, length=1024, **kwargs):
-    build = getattr(needles, task)
-    return build(tokenizer=tokenizer, length=length, **kwargs)["test"].to_list()
+def rows(task, length=1024, **kwargs):
+    return built_tasks.rows(f"rp_niah_{task}", length=length, **kwargs)
 
 
 def haystack(row):
@@ -117,50 +110,19 @@ def build_by_ruler(ruler, monkeypatch, row):
 
 
 @pytest.mark.parametrize("task", ALL)
-def test_samples_equal_those_that_ruler_builds_from_the_same_parts(
-    tokenizer, ruler, monkeypatch, task
-):
-    (row,) = rows(tokenizer, task, 2048, depths=(40,), seed=3)
+def test_samples_equal_those_that_ruler_builds_from_the_same_parts(ruler, monkeypatch, task):
+    (row,) = rows(task, 2048, depths=(40,), seed=3)
     around, _ = pieces(row)
     assert all(around)  # no two needles in one place, where RULER would write two spaces
     theirs = build_by_ruler(ruler, monkeypatch, row)
     assert {key: row[key] for key in theirs} == theirs
 
 
-@pytest.mark.parametrize("length", [512, 1024, 4096])
-@pytest.mark.parametrize("task", ALL)
-def test_a_sample_fills_its_length_to_a_unit(tokenizer, task, length):
-    if (task, length) == ("multiquery", 512):
-        with pytest.raises(ValueError, match="too short for rp_niah_multiquery"):
-            rows(tokenizer, task, length)
-        return
-    for row in rows(tokenizer, task, length, depths=(0, 50, 100)):
-        used = len(tokenizer(f"{row['input']} {row['gen_prefix']}").input_ids) + 128
-        words = haystack(row).split("\n") if task in LINES else ["a word of so many letters"]
-        unit = max(len(tokenizer(f"\n{word}").input_ids) for word in words)
-        assert length - unit < used <= length
-        assert row["tokens"] == used
-        assert row["length"] == length
-        assert row["target_tokens"] == len(tokenizer(f" {row['target']}").input_ids) <= 128
-
-
-@pytest.mark.parametrize("task", ALL)
-def test_samples_depend_neither_on_their_number_nor_on_global_random_state(tokenizer, task):
-    random.seed(7)
-    some = rows(tokenizer, task, samples=2, per_text=2)
-    random.seed(8)
-    state = random.getstate()
-    assert rows(tokenizer, task, samples=5, per_text=2)[:2] == some
-    assert random.getstate() == state
-    other = rows(tokenizer, task, samples=2, per_text=2, seed=1)
-    assert {row["target"] for row in other}.isdisjoint(row["target"] for row in some)
-
-
 @pytest.mark.parametrize("per_text", [1, 3])
 @pytest.mark.parametrize("task", ALL)
-def test_the_needle_is_at_its_depth_after_a_sentence(tokenizer, task, per_text):
+def test_the_needle_is_at_its_depth_after_a_sentence(task, per_text):
     depths = (0, 35, 100)
-    built = rows(tokenizer, task, 8192, depths=depths, per_text=per_text)
+    built = rows(task, 8192, depths=depths, per_text=per_text)
     assert [row["depth"] for row in built] == list(depths)
     for row in built:
         text = haystack(row)
@@ -179,20 +141,9 @@ def row_distance(row):
     return lambda depth: abs(depth - row["depth"])
 
 
-@pytest.mark.parametrize("task", SAME_TEXT)
-def test_samples_of_one_text_differ_only_in_the_question(tokenizer, task):
-    built = rows(tokenizer, task, 2048, per_text=3)
-    assert {row["text"] for row in built} == {0}
-    assert len({haystack(row) for row in built}) == 1
-    assert len({row["target"] for row in built}) == 3
-    shared = tokenizer(built[0]["input"].rpartition("\n")[0] + "\nWhat").input_ids
-    for row in built:
-        assert tokenizer(row["input"]).input_ids[: len(shared)] == shared
-
-
-@pytest.mark.parametrize("task", sorted({*ALL} - {*SAME_TEXT}))
-def test_samples_of_one_text_are_the_same_up_to_the_shallower_needle(tokenizer, task):
-    built = rows(tokenizer, task, 2048, per_text=3, seed=5)
+@pytest.mark.parametrize("task", ["single_1", "single_2", "single_3", "multivalue"])
+def test_samples_of_one_text_are_the_same_up_to_the_shallower_needle(task):
+    tokenizer, built = load("tiny"), rows(task, 2048, per_text=3, seed=5)
     own_answers = [{*row["answers"]} for row in built]
     own_answers = [
         answers - {*itertools.chain(*(o for o in own_answers if o is not answers))}
@@ -214,172 +165,69 @@ def test_samples_of_one_text_are_the_same_up_to_the_shallower_needle(tokenizer, 
 
 @pytest.mark.parametrize("task", ["multikey_1", "multiquery"])
 @pytest.mark.parametrize("per_text", [1, 3, 4, 5, 12])
-def test_a_text_has_four_needles_however_many_samples_share_it(tokenizer, task, per_text):
-    built = rows(tokenizer, task, 2048, per_text=per_text, samples=6)
+def test_a_text_has_four_needles_however_many_samples_share_it(task, per_text):
+    built = rows(task, 2048, per_text=per_text, samples=6)
     assert {len(NEEDLE.findall(haystack(row))) for row in built} == {4}
     assert max(Counter(row["text"] for row in built).values()) == min(per_text, 4)
 
 
 @pytest.mark.parametrize("task", ALL)
-def test_samples_of_a_text_ask_different_questions_even_at_equal_depths(tokenizer, task):
-    built = rows(tokenizer, task, 4096, per_text=6, samples=6)
+def test_samples_of_a_text_ask_different_questions_even_at_equal_depths(task):
+    built = rows(task, 4096, per_text=6, samples=6)
     assert len({row["target"] for row in built}) == 6
     count = len(NEEDLE.findall(haystack(built[0])))
     expected = {"multikey_1": 4, "multiquery": 4, "multivalue": 4}
     assert count == expected.get(task, 1) or task in ("multikey_2", "multikey_3")
     assert len(built[0]["answers"]) == (4 if task in ("multivalue", "multiquery") else 1)
-
-
-@pytest.mark.parametrize("task", ALL)
-def test_keys_and_values_of_a_text_are_unique(tokenizer, task):
-    (row,) = rows(tokenizer, task, 8192, samples=1)
-    keys, values = zip(*NEEDLE.findall(haystack(row)), strict=True)
+    keys, values = zip(*NEEDLE.findall(haystack(built[0])), strict=True)
     assert len({*values}) == len(values)
     assert len({*keys}) == (1 if task == "multivalue" else len(keys))
 
 
-def test_keys_are_an_adjective_and_a_noun_or_version_4_uuids(tokenizer):
+def test_keys_are_an_adjective_and_a_noun_or_version_4_uuids():
     from wonderwords import RandomWord
 
-    random_word = RandomWord()
-    pairs = {
-        "adjectives": random_word._categories["adjectives"],
-        "nouns": random_word._categories["nouns"],
-    }
-    (row,) = rows(tokenizer, "multikey_2", 4096, samples=1)
+    words = RandomWord()._categories
+    (row,) = rows("multikey_2", 4096, samples=1)
     for key, value in NEEDLE.findall(haystack(row)):
         cuts = [(key[:i], key[i + 1 :]) for i, letter in enumerate(key) if letter == "-"]
-        assert any(a in pairs["adjectives"] and b in pairs["nouns"] for a, b in cuts), key
+        assert any(a in words["adjectives"] and b in words["nouns"] for a, b in cuts), key
         assert re.fullmatch(r"[1-9]\d{6}", value)
-    (row,) = rows(tokenizer, "multikey_3", 4096, samples=1)
+    (row,) = rows("multikey_3", 4096, samples=1)
     for uuid in itertools.chain(*NEEDLE.findall(haystack(row))):
         assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-\w{12}", uuid)
 
 
 @pytest.mark.parametrize("per_text", [1, 3])
 @pytest.mark.parametrize("task", ALL)
-def test_the_control_asks_the_same_question_about_a_text_without_the_answers(
-    tokenizer, task, per_text
-):
-    planted = rows(tokenizer, task, 2048, per_text=per_text)
-    control = rows(tokenizer, task, 2048, per_text=per_text, planted=False)
-    for row, without in zip(planted, control, strict=True):
-        for same in ("id", "depth", "gen_prefix", "answers", "target", "text"):
-            assert without[same] == row[same]
-        assert without["input"].rpartition("\n")[2] == row["input"].rpartition("\n")[2]
-        assert not any(answer in without["input"] for answer in row["answers"])
-        needle_count = len(NEEDLE.findall(without["input"]))
-        if task == "multikey_1":
-            assert needle_count == 4 - per_text  # the further needles stay
+def test_the_control_has_no_needle_but_those_that_no_question_is_about(task, per_text):
+    for row in rows(task, 2048, per_text=per_text, planted=False):
+        count = len(NEEDLE.findall(row["input"]))
+        if task in ("multikey_2", "multikey_3"):
+            assert count > 10
         else:
-            assert (
-                (needle_count > 10) if task in ("multikey_2", "multikey_3") else (needle_count == 0)
-            )
+            assert count == (4 - per_text if task == "multikey_1" else 0)
 
 
-def test_needles_do_not_follow_titles(tokenizer, tmp_path):
+def test_needles_do_not_follow_titles(tmp_path):
     file = tmp_path / "titles.txt"
     file.write_text("Mr. Hurst met Mrs. Long and Dr. Grant of St. Mary there!")
-    for row in rows(tokenizer, "single_2", depths=range(5, 96, 10), text=str(file)):
+    for row in rows("single_2", depths=tuple(range(5, 96, 10)), text=str(file)):
         assert NEEDLE.split(haystack(row))[0].endswith("there! ")
 
 
-def test_a_short_text_is_repeated(tokenizer, tmp_path):
-    short = tmp_path / "short.txt"
-    short.write_text("A few words only. They are soon over.")
-    (row,) = rows(tokenizer, "single_2", 1024, samples=1, text=str(short))
-    assert 1024 - 12 < row["tokens"] <= 1024
-    assert row["input"].count("soon over") > 10
-
-
-def test_few_tokenisations_find_the_length(tokenizer):
+def test_few_tokenisations_find_the_length():
     """Tokenisation takes most of the building time; a long sample needs about six."""
-    calls = []
+    tokenizer, calls = load("tiny"), []
 
     def counting_tokenizer(text, **kwargs):
         calls.append(text)
         return tokenizer(text, **kwargs)
 
-    for task, length in itertools.product(("single_2", "multikey_2", "multivalue"), (4096, 9999)):
-        for per_text, most in ((1, 12), (3, 8)):
-            calls.clear()
-            rows(counting_tokenizer, task, length, samples=3, per_text=per_text)
-            assert len(calls) < most * 3, (task, length, per_text)
-
-
-GENERATIONS = [
-    " 1234567, and 7654321.",
-    "It is 7654321",
-    "\n123456 7",
-    "1234567" * 3 + "\n\t7654321",
-    "",
-    "ABCDEF01-aa",
-]
-
-
-@pytest.mark.parametrize("answers", [["1234567"], ["1234567", "7654321"], ["abcdef01-AA", "0"]])
-@pytest.mark.parametrize("generated", GENERATIONS)
-def test_scores_equal_those_of_ruler(ruler, generated, answers):
-    theirs = ruler.common_utils.process_results(
-        {"max_length": 4096, "outputs": answers}, [generated]
-    )
-    assert scoring.all_answers({"answers": answers}, [generated]) == {"score": theirs["4096"]}
-
-
-@pytest.mark.parametrize("ending", ["", "_ll"])
-@pytest.mark.parametrize("task", ALL)
-def test_lm_eval_requests_the_built_samples(tokenizer, task, ending):
-    from lm_eval.tasks import TaskManager
-
-    name = f"rp_niah_{task}{ending}"
-    manager = TaskManager(
-        include_path=str(tasks_folder()),
-        include_defaults=False,
-        metadata={"pretrained": str(TINY), "length": 1024, "samples": 2},
-    )
-    loaded = manager.load([name])["tasks"][name]
-    expected = rows(tokenizer, task, 1024, samples=2)
-    assert list(loaded.test_docs()) == expected
-    loaded.build_all_requests(rank=0, world_size=1)
-    assert len(loaded.instances) == 2
-    for instance, row in zip(loaded.instances, expected, strict=True):
-        prompt = f"{row['input']} {row['gen_prefix']}"
-        assert instance.args[0] == prompt
-        if ending:
-            assert instance.args[1] == f" {row['target']}"
-        else:
-            assert instance.args[1]["max_gen_toks"] == 128
-            assert instance.args[1]["until"] == []
-
-
-def tasks_folder():
-    return tasks.FOLDER
-
-
-def test_plain_lm_eval_runs_a_task_from_the_folder(tmp_path):
-    metadata = json.dumps({"length": 512, "samples": 1})
-    command = [sys.executable, "-m", "lm_eval", "--include_path", str(tasks_folder())]
-    command += ["--tasks", "rp_niah_single_2", "--metadata", metadata, "--model", "hf"]
-    command += ["--model_args", f"pretrained={TINY},max_length=512", "--device", "cpu"]
-    command += ["--output_path", str(tmp_path), "--log_samples"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert process.returncode == 0, process.stderr[-2000:]
-    (results,) = tmp_path.rglob("results_*.json")
-    # The tiny model knows no English, and lm-eval's own model reports no likelihood.
-    assert json.loads(results.read_text())["results"]["rp_niah_single_2"]["score,none"] == 0
-    (log,) = tmp_path.rglob("samples_*.jsonl")
-    (sample,) = [json.loads(line) for line in log.read_text().splitlines()]
-    assert 512 - 12 < sample["doc"]["tokens"] <= 512
-
-
-@pytest.mark.parametrize("group", ["rp_ruler", "rp_ruler_ll"])
-def test_the_group_has_the_13_tasks_of_ruler(group):
-    """The reference is lm-eval's group, in which two tasks have other names."""
-    import yaml
-
-    (folder,) = importlib.util.find_spec("lm_eval.tasks.ruler").submodule_search_locations
-    theirs = yaml.safe_load((Path(folder) / "ruler.yaml").read_text())["task"]
-    renamed = {"ruler_qa_squad": "qa_1", "ruler_qa_hotpot": "qa_2"}
-    ours = [f"rp_{renamed.get(name, name.removeprefix('ruler_'))}" for name in theirs]
-    ending = group.removeprefix("rp_ruler")
-    assert sorted(tasks.groups()[group]) == sorted(f"{name}{ending}" for name in ours)
+    for task, (per_text, most) in itertools.product(
+        ("single_2", "multikey_2", "multivalue"), ((1, 12), (3, 8))
+    ):
+        calls.clear()
+        build = tasks.config(f"rp_niah_{task}")["custom_dataset"]
+        build(tokenizer=counting_tokenizer, length=9999, samples=3, per_text=per_text)
+        assert len(calls) < most * 3, (task, per_text)

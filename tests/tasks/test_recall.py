@@ -6,17 +6,15 @@ import re
 
 import pytest
 import torch
+from helpers import tokenizers
+from helpers.built_tasks import build_rows
 from helpers.commands import run_in_this_process
 from helpers.search_fixtures import ASSETS, load
 
 import rope_patch
-from rope_patch import tasks
 from rope_patch.evaluation import profiles, sanity
-from rope_patch.evaluation.measures import lm_eval_tasks
-from rope_patch.inference.samples import recall_samples
+from rope_patch.inference import recall_samples
 from rope_patch.recommending import variants
-from rope_patch.recommending.pipeline import recommend
-from rope_patch.tasks import recall, texts
 
 TINY = str(ASSETS / "tiny-llama")
 LENGTH, TRAINED = 1024, 256
@@ -25,6 +23,11 @@ LENGTH, TRAINED = 1024, 256
 @pytest.fixture(scope="module")
 def model():
     return load()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizers.load("tiny")
 
 
 def accuracy(model, samples):
@@ -39,9 +42,14 @@ def accuracy(model, samples):
 
 
 def test_words_are_one_token_each_and_none_is_a_key_and_a_value(tokenizer):
-    keys, values = recall.single_token_words(tokenizer)
-    assert len(keys) == len(values) >= 16
-    assert len({*keys, *values}) == 2 * len(keys)
+    pairs = []
+    for row in build_rows("rp_recall", length=256, samples=60):
+        words = re.findall("[a-z]+", row["input"])
+        assert len(words) == 16
+        pairs += zip(words[::2], words[1::2], strict=True)
+    keys, values = (set(words) for words in zip(*pairs, strict=True))
+    assert not keys & values
+    assert min(len(keys), len(values)) >= 16
     for word in (*keys, *values):
         assert len(tokenizer(f"# {word}#", add_special_tokens=False).input_ids) == 3
 
@@ -76,23 +84,6 @@ def test_tiny_models_recall_within_their_length_and_under_yarn_beyond(name, toke
         assert accuracy(model, beyond) > 0.8
 
 
-def test_choices_are_the_values_of_the_text(tokenizer):
-    (task,) = lm_eval_tasks.build("rp_recall_mc", tokenizer, [128], 5, [10, 50, 90])
-    for doc in task.eval_docs:
-        assert len(doc["choices"]) == 8
-        assert doc["choices"][doc["gold"]] == doc["target"]
-        assert f" {doc['gen_prefix']} {doc['target']}" in doc["input"]
-        assert all(choice in doc["input"] for choice in doc["choices"])
-
-
-@pytest.mark.parametrize("name", [n for n in tasks.names() if not n.endswith(("_ll", "_mc"))])
-def test_prompt_and_generation_fit_the_length(name, tokenizer):
-    (task,) = lm_eval_tasks.build(name, tokenizer, [8192], 1, [50])
-    (doc,) = task.eval_docs
-    prompt = len(tokenizer(f"{doc['input']} {doc['gen_prefix']}").input_ids)
-    assert prompt + task.config.generation_kwargs["max_gen_toks"] == doc["tokens"] <= 8192
-
-
 def test_values_are_generated_within_the_trained_length_and_not_beyond(tmp_path):
     words = ["--method", "none", "--tasks", "rp_recall", "--lengths", f"128,{LENGTH}"]
     result = run_in_this_process("eval", TINY, *words, "--samples", "10", "--out", tmp_path)
@@ -124,11 +115,12 @@ def test_a_recommendation_for_a_short_model_uses_recall_without_prose(
 ):
     all_variants = variants.standard_variants
     names = ("plain", "linear", "yarn")
-    monkeypatch.setattr(texts, "names", lambda: ["persuasion"])  # six novels take seconds
+    novels = ["persuasion"]  # six take seconds
+    monkeypatch.setattr("rope_patch.tasks.texts.names", lambda: novels)
     monkeypatch.setattr(
         variants, "standard_variants", lambda s: [e for e in all_variants(s) if e.name in names]
     )
-    recommendation = recommend(
+    recommendation = rope_patch.recommend(
         model, tokenizer, length=512, budget=30, most=6, search=False, progress=False
     )
     assert recommendation.outcome == "use"
@@ -139,7 +131,7 @@ def test_a_recommendation_for_a_short_model_uses_recall_without_prose(
     assert "do not fit into 128 tokens" in reasons
     assert "perplexity of documents: a token of prose costs the plain model" in reasons
     with pytest.raises(ValueError, match=r"--short-length.*--samples.*no text"):
-        recommend(model, tokenizer, length=512, budget=30, text="emma")
+        rope_patch.recommend(model, tokenizer, length=512, budget=30, text="emma")
 
 
 def test_tasks_of_a_profile_are_limited_to_those_that_fit(caplog):

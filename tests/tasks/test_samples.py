@@ -1,15 +1,12 @@
 """Test the samples of all retrieval tasks: lengths, depths, shared texts and seeds."""
 
 import random
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from helpers.tokenizers import TINY, load
 
-from rope_patch.tasks import samples, texts
-from rope_patch.tasks.samples import SampleDraft
-
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
+from rope_patch import tasks
+from rope_patch.tasks import samples
 
 
 class Letters:
@@ -29,7 +26,7 @@ def drafts(unit, head="Q", prefix="A"):
     def draw(text):
         keys = [str(text.rng.randint(10, 99)) for _ in text.depths]
         return [
-            SampleDraft(
+            samples.SampleDraft(
                 prompt=lambda n, k=key: head + k + "".join(unit(i) for i in range(n)),
                 prefix=prefix,
                 answers=[key],
@@ -60,7 +57,7 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("length", [10, 11, 12, 64, 777, 2048, 4096])
+@pytest.mark.parametrize("length", [10, 11, 12, 777, 2048])
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
 def test_a_sample_has_as_many_units_as_fit(unit, length):
     """The reference tries every number of units."""
@@ -72,7 +69,7 @@ def test_a_sample_has_as_many_units_as_fit(unit, length):
     assert len(f"{row['input']} {row['gen_prefix']}") + 5 == row["tokens"]
 
 
-@pytest.mark.parametrize("length", [4096, 131072])
+@pytest.mark.parametrize("length", [4096, 32768])
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
 def test_the_number_of_units_is_found_in_few_guesses(unit, length):
     tokenizer = Letters()
@@ -113,7 +110,9 @@ def test_samples_cycle_through_depths_and_share_texts():
 def test_samples_of_one_text_have_the_filler_of_the_longest():
     def draw(text):
         return [
-            SampleDraft(prompt=lambda n, q=q: q + "x" * n, prefix="A", answers=[q], target=q)
+            samples.SampleDraft(
+                prompt=lambda n, q=q: q + "x" * n, prefix="A", answers=[q], target=q
+            )
             for q in ("short", "the longest question", "a longer one")
         ]
 
@@ -123,22 +122,6 @@ def test_samples_of_one_text_have_the_filler_of_the_longest():
     }
     assert [row["tokens"] for row in built] == [185, 200, 192]
     assert {row["depth"] for row in built} == {None}
-
-
-def test_a_sample_depends_on_seed_task_length_and_its_number_alone():
-    def build_toy(**kwargs):
-        return build(drafts(UNITS["one token"]), **({"length": 300, "samples": 6} | kwargs))
-
-    random.seed(1)
-    before = random.getstate()
-    six_rows = build_toy(per_text=2)
-    assert random.getstate() == before
-    random.seed(2)
-    assert build_toy(per_text=2, samples=3) == six_rows[:3]
-    for change in ({"seed": 1}, {"length": 301}):
-        assert [r["target"] for r in build_toy(per_text=2, **change)] != [
-            row["target"] for row in six_rows
-        ]
 
 
 def test_a_draft_function_gets_length_depths_texts_and_options():
@@ -155,7 +138,8 @@ def test_a_draft_function_gets_length_depths_texts_and_options():
     assert (text.length, text.depths, text.planted) == (100, [5, 6, 5], False)
     assert (text.texts, text.options) == (("emma",), {"hops": 4})
     build(draw, length=100, samples=1)
-    assert contexts[-1].texts == tuple(texts.names())
+    novels = sorted(tasks.FOLDER.parent.glob("data/*.txt.xz"))
+    assert contexts[-1].texts == tuple(path.name.split(".")[0] for path in novels)
 
 
 def test_words_start_anywhere_and_wrap_around(tmp_path):
@@ -178,14 +162,7 @@ def test_words_start_anywhere_and_wrap_around(tmp_path):
 
 
 def test_the_tokenizer_may_be_an_object_or_a_name():
-    by_object = build(drafts(UNITS["one token"]), AutoTokenizer.from_pretrained(TINY), length=200)
+    by_object = build(drafts(UNITS["one token"]), load("tiny"), length=200)
     draw = drafts(UNITS["one token"])
     for names in ({"tokenizer": str(TINY)}, {"pretrained": str(TINY)}):
         assert samples.build(draw, "toy", 5, length=200, **names)["test"].to_list() == by_object
-
-
-def test_target_tokens_are_those_after_the_prefix():
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    for row in build(drafts(UNITS["three tokens"]), tokenizer, length=100):
-        ids = tokenizer(f" {row['target']}", add_special_tokens=False).input_ids
-        assert row["target_tokens"] == len(ids)

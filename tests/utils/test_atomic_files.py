@@ -14,13 +14,13 @@ from helpers.small_disk import disk as disk
 from helpers.tiny_models import make_model
 
 import rope_patch
-from rope_patch.cli.commands import WITH_VERDICTS
-from rope_patch.inference.answers import AnswerStore
-from rope_patch.searching.journal import JOURNAL_FILE, SearchJournal
-from rope_patch.utils import atomic_files
-from rope_patch.utils.atomic_files import (
+from rope_patch.inference import AnswerStore
+from rope_patch.searching.journal import SearchJournal
+from rope_patch.utils import (
+    FolderLock,
     NotWritten,
     add_write_advice,
+    atomic_write,
     explain_write_errors,
     require_writable_file,
     require_writable_folder,
@@ -32,9 +32,9 @@ MISSING_MODEL = "/no/such/model"  # an error about it shows that the model was l
 
 def test_a_full_disk_is_an_error_and_leaves_the_old_file(disk):
     path = disk(0.1) / "results.json"
-    atomic_files.atomic_write(path, "before")
+    atomic_write(path, "before")
     with pytest.raises(NotWritten) as error, add_write_advice("All is kept: REMEDY, and try again"):
-        atomic_files.atomic_write(path, b"x" * 200_000)
+        atomic_write(path, b"x" * 200_000)
     assert str(error.value) == (
         f"results.json could not be written to {path.parent}, where 0.1 MB are free (No space left "
         "on device). All is kept: make room, and try again"
@@ -48,7 +48,7 @@ def test_a_read_only_disk_is_an_error_with_advice(disk):
     disk(1, read_only=True)
     refusal = pytest.raises(NotWritten, match=r"\(Read-only file system\)\. Now make it writable$")
     with refusal, add_write_advice("Now REMEDY"):
-        atomic_files.atomic_write(folder / "x" / "y.json", "text")
+        atomic_write(folder / "x" / "y.json", "text")
     with pytest.raises(NotWritten, match=f"the report could not be written to {folder}/new"):
         require_writable_folder(folder / "new", "the report")
     with pytest.raises(NotWritten, match=f"x.svg could not be written to {folder} "):
@@ -87,8 +87,9 @@ def test_errors_unrelated_to_the_disk_pass_unchanged(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with pytest.raises(OSError, match="cannot be locked") as error_info:
-        SearchJournal(tmp_path, {"seed": 1}).put("a", {})
+    locking = pytest.raises(OSError, match="cannot be locked")
+    with locking as error_info, explain_write_errors(tmp_path, "the search"):
+        FolderLock(tmp_path).acquire()
     assert not isinstance(error_info.value, NotWritten)
 
 
@@ -119,14 +120,14 @@ def test_the_outermost_context_sets_the_name_and_the_advice():
 @pytest.mark.parametrize("step", ["tempfile.mkstemp", "os.fdopen", "pathlib.Path.replace"])
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch, number, step):
     path = tmp_path / "results.json"
-    atomic_files.atomic_write(path, "before")
+    atomic_write(path, "before")
 
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(step, refuse)
     with pytest.raises(NotWritten) as error, add_write_advice("All is kept: REMEDY, and try again"):
-        atomic_files.atomic_write(path, "after")
+        atomic_write(path, "after")
     monkeypatch.undo()
     is_full = number == errno.ENOSPC
     words = r", where [\d,.]+ MB are free" if is_full else ""
@@ -165,55 +166,32 @@ IS_A_FILE = "is a file: expected a folder for"
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["eval", MISSING_MODEL, "--method", "none", "--out", "file"], IS_A_FILE),
-        (["eval", MISSING_MODEL, "--method", "none", "--out", "file/in"], f"file {IS_A_FILE}"),
-        (["search", MISSING_MODEL, "--length", "512", "--out", "file/in"], f"file {IS_A_FILE}"),
-        (["search", MISSING_MODEL, "--length", "512", "--picture", "file/x.svg"], "file is a file"),
+        ("eval {model} --method none --out file", IS_A_FILE),
+        ("eval {model} --method none --out file/in", f"file {IS_A_FILE}"),
+        ("search {model} --length 512 --out file/in", f"file {IS_A_FILE}"),
+        ("search {model} --length 512 --picture file/x.svg", "file is a file"),
+        ("recommend {model} --length 512 --minutes 1 --out file", IS_A_FILE),
+        ("bench {model} --method yarn --out file/x.json", "folder of file/x.json"),
+        ("bench --out file", IS_A_FILE),
+        ("diagnose {model} --picture no/dir/x.svg", "no folder no/dir for x.svg"),
+        ("diagnose {model} --picture file/x.svg", "file is a file"),
+        ("export {model} --engine llama.cpp --method yarn --write file/in", f"file {IS_A_FILE}"),
         (
-            ["recommend", MISSING_MODEL, "--length", "512", "--minutes", "1", "--out", "file"],
-            IS_A_FILE,
-        ),
-        (
-            ["bench", MISSING_MODEL, "--method", "yarn", "--out", "file/x.json"],
-            "folder of file/x.json",
-        ),
-        (["bench", "--out", "file"], IS_A_FILE),
-        (
-            ["diagnose", MISSING_MODEL, "--picture", "no/dir/x.svg"],
-            "there is no folder no/dir for x.svg",
-        ),
-        (["diagnose", MISSING_MODEL, "--picture", "file/x.svg"], "file is a file"),
-        (
-            [
-                "export",
-                MISSING_MODEL,
-                "--engine",
-                "llama.cpp",
-                "--method",
-                "yarn",
-                "--write",
-                "file/in",
-            ],
-            f"file {IS_A_FILE}",
-        ),
-        (
-            [
-                *("finetune", "--model", MISSING_MODEL, "--method", "yarn", "--factor", "2"),
-                *("--data", "novels", "--train_length", "64", "--max_steps", "1"),
-                *("--output_dir", "file"),
-            ],
+            "finetune --model {model} --method yarn --factor 2 --data novels --train_length 64 "
+            "--max_steps 1 --output_dir file",
             f"file {IS_A_FILE}",
         ),
     ],
-    ids=lambda value: " ".join([value[0], *value[-2:]]) if isinstance(value, list) else "",
 )
 def test_unwritable_outputs_are_refused_before_the_model_is_looked_up(
     tmp_path, monkeypatch, command, message
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("precious")
-    status, out, err = run_in_this_process(*command)
-    assert (status, out) == (2 if command[0] in WITH_VERDICTS else 1, "")
+    words = command.format(model=MISSING_MODEL).split()
+    status, out, err = run_in_this_process(*words)
+    with_verdict = words[0] in ("bench", "eval")  # where 1 is an answer
+    assert (status, out) == (2 if with_verdict else 1, "")
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert message in line
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -254,7 +232,7 @@ def test_answers_and_journals_continue_after_a_full_disk(disk, store_type):
         "answers": lambda: AnswerStore(folder),
         "state": lambda: SearchJournal(folder, {"seed": 1}),
     }[store_type]
-    name = {"answers": "answers-0.jsonl", "state": JOURNAL_FILE}[store_type]
+    name = {"answers": "answers-0.jsonl", "state": "state.jsonl"}[store_type]
     store, count = reopen(), 0
     message = ""
     while not message:

@@ -1,19 +1,31 @@
-"""Test names in Markdown and on terminals."""
+"""Test names and errors in Markdown, on terminals and in notebooks."""
+
+import pickle
+from html.parser import HTMLParser
 
 import pytest
 from helpers.commands import run_in_this_process
+from helpers.tiny_models import make_model
+from helpers.tokenizers import TINY
+from matplotlib.figure import Figure
 
-from rope_patch.cli.runtime import show
+import rope_patch
 from rope_patch.evaluation.report.table import Cell, Row, Table
 from rope_patch.extending.card import render_card
 from rope_patch.recommending.result import Recommendation
 from rope_patch.recommending.summary import as_markdown
-from rope_patch.utils.escaping import (
+from rope_patch.tasks import TooShort
+from rope_patch.utils import (
+    NotWritten,
+    describe_error,
+    did_you_mean,
     escape_markdown,
     markdown_block,
     markdown_code,
     markdown_prose,
+    one_line,
     printable,
+    text_html,
 )
 
 
@@ -132,9 +144,14 @@ def test_recommendations_and_cards_show_the_words_of_others(tmp_path):
     assert "\n````\npatch('```')\n````\n" in as_markdown(recommendation())
 
 
-def test_commands_print_no_control_characters(capsys):
-    show(f"{NASTY}\nnext")
-    assert capsys.readouterr().out == NASTY.replace("\x1b", " ") + "\nnext\n"
+def test_commands_print_no_control_characters(tmp_path):
+    folder = tmp_path / "\x1b[31mred"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((TINY / "config.json").read_bytes())
+    result = run_in_this_process("diagnose", folder, "--method", "yarn", "--factor", "4")
+    assert result.returncode == 0, result.stderr
+    assert "[31mred" in result.stdout
+    assert "\x1b" not in result.stdout
 
 
 @pytest.mark.parametrize("command", ["report", "diagnose"])  # with a verdict, and without
@@ -143,3 +160,76 @@ def test_errors_print_no_control_characters(command, tmp_path):
     assert result.returncode in (1, 2)
     assert "[31mmissing" in result.stderr
     assert "\x1b" not in result.stderr
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+def test_a_long_text_is_cut_at_a_word_if_it_has_words():
+    assert one_line("one two three four", 14) == "one two ..."
+    assert one_line("one\ntwo\t\x1b[31mthree") == "one two [31mthree"
+    assert one_line("x" * 500, None) == "x" * 500
+    for text in ("/a/path/" + "x" * 500, repr(10**400), "長い文章" * 100):
+        line = one_line(text, 60)
+        assert len(line) == 60
+        assert line == text[:56] + " ..."
+
+
+def test_an_error_without_a_message_is_described_by_its_class():
+    assert describe_error(KeyError()) == "KeyError"
+    assert describe_error(ValueError("a\nb")) == "ValueError: a b"
+
+
+@pytest.mark.parametrize(
+    "error", [TooShort(100, "rp_vt", 300), NotWritten("x was not written", "make room", "REMEDY")]
+)
+def test_errors_survive_pickling(error):
+    unpickled = pickle.loads(pickle.dumps(error))
+    assert type(unpickled) is type(error)
+    assert str(unpickled) == str(error)
+
+
+def test_the_closest_name_is_suggested_if_it_is_close_enough():
+    assert did_you_mean("yran", {"yarn": 1, "ntk": 2}) == " (did you mean 'yarn'?)"
+    assert did_you_mean("yran", ["yarn"], cutoff=0.8) == ""
+    assert did_you_mean(7, ["yarn"]) == ""
+
+
+# --- Notebooks ------------------------------------------------------------------------------------
+
+
+class TextOf(HTMLParser):
+    """The text of a fragment, and its tags."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.text, self.tags = "", []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.mark.parametrize("text", ["one line", "a title\nfirst  column\n  <b>&amp;</b>", ""])
+def test_the_text_is_kept_and_escaped(text):
+    parsed = TextOf(text_html(text))
+    assert parsed.text == text.replace("\n", "", 1)  # the title ends a block
+    assert set(parsed.tags) <= {"div", "strong", "pre"}
+
+
+def test_a_handle_shows_its_summary_until_it_is_undone():
+    handle = rope_patch.patch(make_model(), "yarn", factor=4)
+    assert TextOf(handle._repr_html_()).text == handle.summary().replace("\n", "", 1)
+    handle.undo()
+    assert "(undone)" in TextOf(handle._repr_html_()).text
+
+
+def test_a_diagnosis_shows_its_text_and_returns_a_figure():
+    diagnosis = rope_patch.diagnose(make_model(), "yarn", factor=4)
+    assert TextOf(diagnosis._repr_html_()).text == str(diagnosis).replace("\n", "", 1)
+    figure = diagnosis.figure()
+    assert isinstance(figure, Figure)
+    assert len(figure.axes) == len(diagnosis.rotations)

@@ -1,15 +1,15 @@
 """Make configs whose rope_type is one of our methods, and read transformers' registry."""
 
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import rope_patch
 from helpers.tiny_models import (
     TARGET,
     TRAINED,
     make_config,
 )
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-import rope_patch
 
 LENGTH = "original_max_position_embeddings"
 NATIVE_ROPE_TYPES = ["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]

@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 import transformers
+
+import rope_patch
 from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
@@ -13,20 +15,16 @@ from helpers.tiny_models import (
     logits,
 )
 
-import rope_patch
-
-peft = pytest.importorskip("peft")
-
 
 def lora(**changes):
-    return peft.LoraConfig(
+    return pytest.importorskip("peft").LoraConfig(
         **{"target_modules": ["q_proj", "v_proj"], "r": 2, "init_lora_weights": False, **changes}
     )
 
 
 def add_adapter(model, seed=0, **changes):
     torch.manual_seed(seed)
-    return peft.get_peft_model(model, lora(**changes)).eval()
+    return pytest.importorskip("peft").get_peft_model(model, lora(**changes)).eval()
 
 
 def state(model):
