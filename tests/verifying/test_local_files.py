@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from helpers.kept_predictions import kept_predictions
 from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, TRAINED, YARN, configured
 
 import rope_patch
@@ -22,6 +23,19 @@ def verify(path):
     return rope_patch.verify(path, against=TINY, method="yarn", factor=FACTOR, progress=False)
 
 
+@pytest.fixture(scope="module")
+def predictions():
+    return {}
+
+
+@pytest.fixture
+def kept(predictions):
+    """Share predictions among the tests that verify against one model, asked for YaRN."""
+    with kept_predictions(predictions):
+        yield
+
+
+@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize(
     ("of_file", "expected"),
     [
@@ -46,6 +60,7 @@ def test_gguf_file_that_llama_cpp_rotates_otherwise_is_refused(tmp_path, monkeyp
         verify(tmp_path / "tiny.gguf")
 
 
+@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("case", ["as asked", "factor ignored"])
 def test_folder(tmp_path, case):
     parameters, expected = CONFIGS[case]

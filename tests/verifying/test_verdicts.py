@@ -126,6 +126,11 @@ def with_stale_keys():
     return model
 
 
+@pytest.fixture(scope="module")
+def dynamic_predictions():
+    return {}
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -135,8 +140,10 @@ def with_stale_keys():
         (with_stale_keys, "stale-keys"),
     ],
 )
-def test_dynamic_methods(make, expected):
-    assert verify(make(), method="dynamic-yarn").verdict.explains == (expected,)
+def test_dynamic_methods(dynamic_predictions, make, expected):
+    with kept_predictions(dynamic_predictions):
+        found = verify(make(), method="dynamic-yarn")
+    assert found.verdict.explains == (expected,)
 
 
 def test_checkpoint_with_a_scaling_of_its_own(tmp_path):
