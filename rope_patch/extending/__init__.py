@@ -2,5 +2,19 @@
 
 from rope_patch.extending.entry_point import extend
 from rope_patch.extending.result import Extended
+from rope_patch.utils.front import front
 
-__all__ = ["Extended", "extend"]
+_lazy, __getattr__, __dir__ = front(
+    __name__,
+    {
+        "candidates": "Candidate compared_candidates trained_candidate",
+        "fine_tuning": "measured_texts plan_training train training_data",
+        "progress_page": "ProgressPage",
+        "proof": "base_request decide plan_samples read_results",
+        "publication": "publish write_exports",
+        "request": "ExtendRequest format_duration parse_duration parse_target",
+        "wall_clock": "WallClock",
+        "work_folder": "WorkFolder",
+    },
+)
+__all__ = ["Extended", "extend", *_lazy]

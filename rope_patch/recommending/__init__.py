@@ -1,5 +1,16 @@
 """Recommend a method for one checkpoint by measuring all of them on it."""
 
 from rope_patch.recommending.pipeline import recommend
+from rope_patch.utils.front import front
 
-__all__ = ["recommend"]
+_lazy, __getattr__, __dir__ = front(
+    __name__,
+    {
+        "budget": "BlockCosts minimum_seconds plan_budget",
+        "decision_rule": "MeasuredVariant choose",
+        "sample_sets": "from_user_samples needle_blocks",
+        "scores": "Scores gain_over_control score_difference",
+        "variants": "UNPATCHED export_command patch_call rotation_key standard_variants",
+    },
+)
+__all__ = ["recommend", *_lazy]

@@ -198,7 +198,7 @@ def search(
             geometry=space.geometry,
             candidate=best,
             history=history,
-            held_out=comparison.compare(evaluations, on_held_out.samples),
+            held_out=comparison.compare_on_held_out(evaluations, on_held_out.samples),
             asked=replace(extension, factor=None, length=None).arguments(),
             evaluations_per_minute=rate,
             versions=identity["versions"],

@@ -73,11 +73,11 @@ class SearchProgress:
         """Draw the picture; if it cannot be written, warn and go on."""
         if self._picture is None or not history:
             return
-        from rope_patch.searching.result.plot import draw
+        from rope_patch.searching.result.plot import draw_search
 
         started = time.monotonic()
         try:
-            draw(self._picture, self._space, history, title=self._title)
+            draw_search(self._picture, self._space, history, title=self._title)
         except (OSError, ValueError) as error:
             logger.warning("the picture of the search could not be drawn: %s", error)
         ended = time.monotonic()

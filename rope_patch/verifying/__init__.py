@@ -1,6 +1,16 @@
 """Verification of a running engine: does it rotate as asked?"""
 
+from rope_patch.utils.front import front
 from rope_patch.verifying.pipeline import verify
 from rope_patch.verifying.verification import Verification
 
-__all__ = ["Verification", "verify"]
+_lazy, __getattr__, __dir__ = front(
+    __name__,
+    {
+        "engine": "CannotVerify",
+        "engine_detection": "open_engine",
+        "http_json": "CannotReach HttpError JsonClient",
+        "probe_prompts": "ProbePrompt",
+    },
+)
+__all__ = ["Verification", "verify", *_lazy]

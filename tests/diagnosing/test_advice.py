@@ -1,4 +1,4 @@
-"""Test the advice of a diagnosis: its rules, and that its commands work."""
+"""Test the advice of a diagnosis: its rules, its commands, and what is hard to extend."""
 
 import json
 import shlex
@@ -208,3 +208,89 @@ def test_a_path_with_a_space_is_quoted_for_the_shell_and_for_python(tmp_path):
     advice = rope_patch.diagnose(str(folder), length=2048).advice
     assert advice.python.startswith(f"model = rope_patch.load({str(folder)!r}, ")
     assert str(folder) in shlex.split(advice.shell)
+
+
+# -- OlmPool's choices, which make a model hard to extend (arXiv:2608.10296) -----------------------
+
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 8192,
+}
+LONG = 32768
+GROUPED, SHORT, NORM = (
+    {"query_heads": 8, "key_heads": 2},
+    {"trained": 4096},
+    {"query_norm": 1},
+)
+WINDOWS = {"window": 4096, "windowed_layers": 3, "layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "counted"),
+    [
+        # Up to two choices, by olmpool.com's table of Llama 3, OLMo 3 and Qwen 3, are no note.
+        ("Llama", {"num_key_value_heads": 2}, []),
+        ("Olmo3", {"sliding_window": 4096}, []),
+        ("Qwen3", {"num_key_value_heads": 2}, []),
+        ("Llama", {"num_key_value_heads": 2, "max_position_embeddings": 4096}, []),
+        ("Olmo3", {"sliding_window": 4096, "num_key_value_heads": 2}, [NORM, GROUPED, WINDOWS]),
+        (
+            "Olmo3",
+            {"sliding_window": 4096, "num_key_value_heads": 2, "max_position_embeddings": 4096},
+            [NORM, GROUPED, WINDOWS, SHORT],
+        ),
+        # 16 key heads of 32 are what OlmPool's best model has.
+        (
+            "Olmo3",
+            {"sliding_window": 4096, "num_key_value_heads": 4, "max_position_embeddings": 4096},
+            [NORM, WINDOWS, SHORT],
+        ),
+        (
+            "Qwen3",
+            {"num_key_value_heads": 2, "max_position_embeddings": 4096},
+            [NORM, GROUPED, SHORT],
+        ),
+        (
+            "Mistral",
+            {"num_key_value_heads": 2, "max_position_embeddings": 4096, "sliding_window": 4096},
+            [GROUPED, {**WINDOWS, "windowed_layers": 4}, SHORT],
+        ),
+        # Windows that are switched off, or as wide as the text.
+        *(
+            (family, {"num_key_value_heads": 2, "max_position_embeddings": 4096, **windows}, [])
+            for family, windows in [
+                ("Mistral", {"sliding_window": None}),
+                ("Mistral", {"sliding_window": LONG}),
+                ("Qwen2", {"use_sliding_window": False, "sliding_window": 4096}),
+            ]
+        ),
+    ],
+)
+def test_three_choices_of_olmpool_are_a_note(family, changes, counted):
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    diagnosis = rope_patch.diagnose(config, length=LONG)
+    assert diagnosis.healthy
+    notes = [f for f in diagnosis.findings if f.code == "hard-to-extend"]
+    if not counted:
+        assert notes == []
+        return
+    (note,) = notes
+    assert note.severity == "note"
+    assert "arXiv:2608.10296" in note.what
+    expected = {"choices": len(counted)}
+    for numbers in counted:
+        expected |= numbers
+    assert note.numbers == expected
+    assert note.evidence.count(";") == len(counted) - 1
+    if WINDOWS in counted:
+        assert "3 of 4 layers see 4,096 tokens back" in note.evidence

@@ -10,8 +10,7 @@ import torch
 from helpers.processes import FRESH
 
 import rope_patch
-from rope_patch.extending import proof
-from rope_patch.extending.work_folder import WorkFolder
+from rope_patch.extending import WorkFolder
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 TRAINED, LENGTH = 256, 1024
@@ -30,7 +29,7 @@ def extend_tiny(out, **changes):
         "samples": 12,
         "command": "made by a test",
     }
-    with mock.patch.multiple(proof, _MAX_SHORT=0, _PILOT_SHORT=1):
+    with mock.patch.multiple("rope_patch.extending.proof", _MAX_SHORT=0, _PILOT_SHORT=1):
         return rope_patch.extend(TINY, out=out, **(arguments | changes))
 
 

@@ -12,10 +12,15 @@ from extensions import LENGTH, TINY, extend_tiny, extend_until_killed, step_resu
 from safetensors.torch import load_file
 
 import rope_patch
-from rope_patch.extending import fine_tuning, proof
-from rope_patch.extending.candidates import Candidate
-from rope_patch.extending.request import ExtendRequest
-from rope_patch.training.memory import plan
+from rope_patch.extending import (
+    Candidate,
+    ExtendRequest,
+    decide,
+    measured_texts,
+    plan_training,
+    train,
+    training_data,
+)
 
 QUICK = {"max_steps": "4", "gradient_accumulation_steps": "1", "learning_rate": "1e-3"}
 
@@ -44,9 +49,7 @@ def request_(documents, tmp_path):
 
 
 def plan_within(request_, seconds):
-    return fine_tuning.plan_training(
-        request_, Candidate("yarn"), 512, request_.out / "timing", seconds
-    )
+    return plan_training(request_, Candidate("yarn"), 512, request_.out / "timing", seconds)
 
 
 def test_steps_follow_from_timed_ones(request_):
@@ -68,39 +71,31 @@ def test_a_budget_without_time_for_training_leaves_it_out(request_):
     assert "4 are the fewest that are worth it" in planned["left_out"]
 
 
-def test_lora_is_trained_where_all_weights_do_not_fit(request_, monkeypatch):
-    planned = {}
-    full, lora = (
-        plan.from_settings(
-            fine_tuning._settings(
-                request_, Candidate("yarn"), 512, request_.out, max_steps=3, **changes
-            )
-        ).total
-        for changes in ({}, {"lora_rank": 8})
-    )
-    assert lora < full
-    between = int((lora + full) / 2 / (1 - plan.RESERVE))
-    monkeypatch.setattr(plan, "_device_memory", lambda settings: between)
+def test_lora_is_trained_where_all_weights_do_not_fit_and_nothing_where_neither_does(
+    request_, monkeypatch
+):
+    def set_memory(size):
+        monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(size)}.get)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    set_memory(10_000)
+    left_out = plan_within(request_, 10_000)["left_out"]
+    assert left_out.startswith("training: neither all weights nor LoRA fit into memory")
+    assert "a step needs" in left_out
+    set_memory(10.5e6)  # of which 8% stay free: all weights take 11.2 MB, LoRA takes 8.2
     planned = plan_within(request_, 10_000)
     assert planned["mode"] == "LoRA of rank 8"
     assert planned["changes"] == {"lora_rank": 8}
 
 
-def test_training_is_left_out_where_neither_fits_into_memory(request_, monkeypatch):
-    monkeypatch.setattr(plan, "_device_memory", lambda settings: 10_000)
-    planned = plan_within(request_, 10_000)
-    assert planned["left_out"].startswith("training: neither all weights nor LoRA fit into memory")
-    assert "a step needs" in planned["left_out"]
-
-
 def test_novels_that_are_trained_on_are_not_measured_on(request_):
     own = replace(request_, data=())
-    trained = {name.removeprefix("novels:") for name in fine_tuning.training_data(own)}
+    trained = {name.removeprefix("novels:") for name in training_data(own)}
     assert len(trained) >= 3
-    assert not trained & set(fine_tuning.measured_texts(own))
-    assert fine_tuning.training_data(request_) == request_.data
-    assert fine_tuning.measured_texts(request_) == ()
-    assert fine_tuning.measured_texts(replace(own, texts=("emma",))) == ("emma",)
+    assert not trained & set(measured_texts(own))
+    assert training_data(request_) == request_.data
+    assert measured_texts(request_) == ()
+    assert measured_texts(replace(own, texts=("emma",))) == ("emma",)
 
 
 def test_a_run_that_diverges_is_left_out(request_):
@@ -110,7 +105,7 @@ def test_a_run_that_diverges_is_left_out(request_):
     )
     training_plan = {"mode": "all weights", "changes": {}, "step_seconds": 1.0, "steps": 8}
     folder = request_.out / "training"
-    done = fine_tuning.train(wild, Candidate("yarn"), 512, folder, training_plan)
+    done = train(wild, Candidate("yarn"), 512, folder, training_plan)
     assert done["left_out"].startswith("training: step ")
     assert "was not taken" in done["left_out"]
 
@@ -160,13 +155,12 @@ def test_a_trained_model_that_wins_is_published(trained, tmp_path, monkeypatch):
     shutil.copytree(whole, out)
     for name in ("compare", "publish"):
         (out / "work" / f"{name}.json").unlink()
-    decide = proof.decide
 
     def choose_trained(results, length, tuned_label):
         # Random documents cannot teach what would be shown to be better.
         return replace(decide(results, length, tuned_label), label=tuned_label)
 
-    monkeypatch.setattr(proof, "decide", choose_trained)
+    monkeypatch.setattr("rope_patch.extending.proof.decide", choose_trained)
     result = extend_tiny(out, **arguments)
     assert result.method.endswith(", fine-tuned")
     card = (result.folder / "README.md").read_text()

@@ -1,20 +1,25 @@
-"""Test the decision by measured results, and the candidates of a recommendation."""
+"""Test the decision by measured and made-up results, and the candidates of a recommendation."""
 
 import copy
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 from extensions import LENGTH, TINY, TRAINED, step_result
 from helpers.processes import FORK
 
-from rope_patch.evaluation import answer_run, language_model, pipeline, session
+from rope_patch.evaluation import RunStatistics
 from rope_patch.evaluation.merging import add_other_weights
-from rope_patch.evaluation.report.results.run_statistics import RunStatistics
-from rope_patch.extending import proof
-from rope_patch.extending.candidates import Candidate, compared_candidates, trained_candidate
-from rope_patch.extending.request import ExtendRequest
+from rope_patch.extending import (
+    Candidate,
+    ExtendRequest,
+    base_request,
+    compared_candidates,
+    decide,
+    plan_samples,
+    read_results,
+    trained_candidate,
+)
 from rope_patch.inference.answers import AnswerStore
 
 TUNED = "mixed-yarn ×4, fine-tuned"
@@ -23,7 +28,7 @@ TUNED = "mixed-yarn ×4, fine-tuned"
 @pytest.fixture(scope="module")
 def results(finished):
     _, out = finished
-    return proof.read_results(out / "work" / "report")
+    return read_results(out / "work" / "report")
 
 
 def with_samples_of(results, labels):
@@ -55,17 +60,17 @@ def labels(results):
 
 def test_the_first_candidate_that_helps_is_chosen(results):
     first, *others = labels(results)
-    assert proof.decide(results, LENGTH, None).label == first
+    assert decide(results, LENGTH, None).label == first
     assert others
     worse = with_samples_of(results, {first: "none"})
-    decision = proof.decide(worse, LENGTH, None)
+    decision = decide(worse, LENGTH, None)
     assert decision.label == others[0]
     assert f"{first} changes the likelihood of no right answer" in decision.sentences[0]
 
 
 def test_nothing_is_chosen_where_no_answer_is_likelier(results):
     same = with_samples_of(results, dict.fromkeys(labels(results), "none"))
-    decision = proof.decide(same, LENGTH, None)
+    decision = decide(same, LENGTH, None)
     assert decision.label is None
     assert len([each for each in decision.sentences if "not shown to be likelier" in each]) == 2
 
@@ -73,42 +78,81 @@ def test_nothing_is_chosen_where_no_answer_is_likelier(results):
 def test_a_trained_model_must_beat_the_rotation_alone(results):
     first, *_ = labels(results)
     equal = add_other_weights(results, alone(results, first), {first: TUNED})
-    decision = proof.decide(equal, LENGTH, TUNED)
+    decision = decide(equal, LENGTH, TUNED)
     assert decision.label == first
     assert f"That training adds to {first} is not shown" in decision.sentences[-1]
     # Where no rotation helps and the trained model does, it is chosen.
     bad = with_samples_of(results, dict.fromkeys(labels(results), "none"))
     both = add_other_weights(bad, alone(results, first), {first: TUNED})
-    assert proof.decide(both, LENGTH, TUNED).label == TUNED
-
-
-def test_a_trained_model_that_is_better_is_chosen(results):
-    """Take 1 nat a token off the answers of a trained model, a little more for some texts."""
-    first, *_ = labels(results)
-    better = alone(results, first)
-    worse = copy.deepcopy(results)
-    for part in worse["retrieval"]:
-        for row in part["samples"][first]:
-            if row.get("log_likelihood") is not None:
-                row["log_likelihood"] -= row["target_tokens"] * (1 + 0.01 * row["text"])
-    both = add_other_weights(worse, better, {first: TUNED})
-    stats = RunStatistics(both)
-    difference = stats.loss_difference(TUNED, first, LENGTH)
-    assert difference.mean.estimate < -0.9
-    decision = proof.decide(both, LENGTH, TUNED)
-    assert decision.label == TUNED
-    assert decision.sentences[-1].startswith("Training makes them likelier still (p ")
+    assert decide(both, LENGTH, TUNED).label == TUNED
 
 
 def test_runs_of_other_questions_and_taken_labels_are_refused(results):
     first, *_ = labels(results)
     other = alone(results, first)
-    with pytest.raises(ValueError, match="is the label of a method already"):
+    with pytest.raises(ValueError, match=first):
         add_other_weights(results, other, {first: first})
     for row in other["retrieval"][0]["samples"][first]:
         row["id"] += " of another seed"
-    with pytest.raises(ValueError, match="the runs differ in questions"):
+    with pytest.raises(ValueError, match="questions"):
         add_other_weights(results, other, {first: TUNED})
+
+
+# -- made-up answers -------------------------------------------------------------------------------
+
+
+MADE_UP_TUNED = "yarn, fine-tuned"
+TEXTS = 8
+
+
+def made_up_rows(losses):
+    return [
+        {
+            "id": str(text),
+            "text": text,
+            "length": LENGTH,
+            "depth": 50,
+            "score": 0.0,
+            "log_likelihood": -4 * loss,
+            "target_tokens": 4,
+        }
+        for text, loss in enumerate(losses)
+    ]
+
+
+def made_up_results(changes):
+    """Return answers under which training changes the loss of each text by a number of nats."""
+    losses = {"none": [3 + 0.1 * i for i in range(TEXTS)], "yarn": [1.0] * TEXTS}
+    losses[MADE_UP_TUNED] = [1.0 + change for change in changes]
+    task = {
+        "task": "rp_niah_multikey_1_ll",
+        "lengths": [LENGTH],
+        "depths": [50],
+        "samples": {label: made_up_rows(values) for label, values in losses.items()},
+    }
+    methods = [{"label": label, "method": None if label == "none" else label} for label in losses]
+    return {"run": {"trained_length": TRAINED}, "methods": methods, "retrieval": [task]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ([-0.3 - 0.01 * i for i in range(TEXTS)], MADE_UP_TUNED),
+        ([-0.3, 0.2, -0.3, 0.2, -0.3, 0.2, -0.3, 0.2], "yarn"),  # better on average
+        ([0.3 + 0.01 * i for i in range(TEXTS)], "yarn"),
+    ],
+)
+def test_a_trained_model_is_chosen_where_it_is_shown_to_be_better(changes, chosen):
+    record = made_up_results(changes)
+    difference = RunStatistics(record).loss_difference(MADE_UP_TUNED, "yarn", LENGTH)
+    assert difference.mean.estimate == pytest.approx(sum(changes) / TEXTS)
+    decision = decide(record, LENGTH, MADE_UP_TUNED)
+    assert decision.label == chosen
+    reason = "not shown" if chosen == "yarn" else "Training makes them likelier still (p "
+    assert reason in decision.sentences[-1]
+
+
+# -- candidates and the pilot ----------------------------------------------------------------------
 
 
 def row(name, nats, **changes):
@@ -161,21 +205,20 @@ def test_the_recommendation_of_the_shared_run_has_its_candidates(finished, resul
 
 
 def set_clock(patch, tick):
-    """Give evaluations a clock that goes on by some seconds whenever it is read."""
+    """Set a clock that goes on by some seconds whenever it is read."""
     now = [0.0]
 
     def monotonic():
         now[0] += tick
         return now[0]
 
-    for module in (answer_run, language_model, pipeline, session):
-        patch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
+    patch.setattr("time.monotonic", monotonic)
 
 
-def plan_samples(folder):
+def plan_pilot(folder):
     request = ExtendRequest(model=TINY, to="4x", out=folder, budget=100.0)
-    pilot = proof.base_request(request, [Candidate("yarn")], TRAINED, LENGTH, (), folder)
-    return proof.plan_samples(pilot, 300.0, 96, with_trained=False)
+    pilot = base_request(request, [Candidate("yarn")], TRAINED, LENGTH, (), folder)
+    return plan_samples(pilot, 300.0, 96, with_trained=False)
 
 
 def plan_until_killed(folder, answers):
@@ -196,14 +239,14 @@ def _plan_until(folder, answers):
             os.kill(os.getpid(), signal.SIGKILL)
 
     AnswerStore.put = put_and_count
-    plan_samples(folder)
+    plan_pilot(folder)
 
 
 def test_a_killed_pilot_comes_to_the_same_number_of_samples(tmp_path, monkeypatch):
     """Kill it within the first answers, between methods and after the last answer."""
-    monkeypatch.setattr(proof, "_PILOT_SHORT", 1)
+    monkeypatch.setattr("rope_patch.extending.proof._PILOT_SHORT", 1)
     set_clock(monkeypatch, 0.25)
-    expected = plan_samples(tmp_path / "whole")
+    expected = plan_pilot(tmp_path / "whole")
     assert 2 < expected["samples"] < 96  # by the time
     stored = (tmp_path / "whole" / "cache" / "answers-0.jsonl").read_text().count("\n")
     out = tmp_path / "killed"
@@ -212,4 +255,4 @@ def test_a_killed_pilot_comes_to_the_same_number_of_samples(tmp_path, monkeypatc
     assert (out / "cache" / "answers-0.jsonl").read_text().count("\n") == stored
     # What is left is to count, on a machine that is far slower by now.
     set_clock(monkeypatch, 25.0)
-    assert plan_samples(out) == expected
+    assert plan_pilot(out) == expected

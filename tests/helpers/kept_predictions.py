@@ -6,9 +6,14 @@ from rope_patch.verifying.reference import Reference
 
 
 @contextmanager
-def kept_predictions():
-    """Compute each prediction once, for all verifications against one model."""
-    kept, compute = {}, Reference.log_probs
+def kept_predictions(kept=None):
+    """Compute each prediction once, for all verifications of one request against one model.
+
+    Args:
+        kept: Predictions of earlier contexts, to which those of this one are added.
+    """
+    kept = {} if kept is None else kept
+    compute = Reference.log_probs
 
     def log_probs(self, hypothesis, prompt):
         key = hypothesis.name, prompt

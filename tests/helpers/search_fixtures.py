@@ -12,11 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from helpers.processes import FRESH
 from rope_patch.inference.samples import from_labelled_tensors
-from rope_patch.searching import pipeline
-from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.journal import JOURNAL_FILE
-from rope_patch.searching.pipeline import search
-from rope_patch.searching.strategies.registry import Strategy
+from rope_patch.searching import STRATEGIES, Candidate, search
 from rope_patch.utils.journal import JournalFile
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -33,6 +29,18 @@ def questions(length=LENGTH, count=8, seed=1, pairs=8):
     return from_labelled_tensors(
         *recall_batch(torch.Generator().manual_seed(seed), count, length, pairs)
     )
+
+
+def write_samples(path, samples):
+    """Write samples as training data; return the path."""
+    lines = []
+    for sample in samples:
+        labels = [-100] * len(sample.ids)
+        for position in sample.positions:
+            labels[position] = sample.ids[position]
+        lines.append(json.dumps({"input_ids": sample.ids, "labels": labels}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
 
 
 def stretch_candidate(power, top=2.0, attention_factor=None):
@@ -53,11 +61,13 @@ def walk(space, budget, seed, *, step=0.7):
             power, best = candidate, fitness
 
 
-WALK = Strategy(walk, "", "", searches_attention_factor=False, resumable=True)
+def make_walk(propose=walk, **changes):
+    """Return a strategy for `STRATEGIES["walk"]`; resumable like the scan that it replaces."""
+    return replace(STRATEGIES["yarn-rcd"], propose=propose, **changes)
 
 
 def arguments(**changes):
-    """Return arguments of a search by `WALK`, which `strategies_with_walk()` lists as "walk"."""
+    """Return arguments of a search by the strategy "walk"."""
     default = {
         "length": LENGTH,
         "method": "walk",
@@ -70,15 +80,9 @@ def arguments(**changes):
     return default | changes
 
 
-def strategies_with_walk(propose=None, **changes):
-    """Return all strategies and `WALK`, or another `propose`, as "walk"."""
-    strategy = WALK if propose is None else replace(WALK, propose=propose)
-    return pipeline.STRATEGIES | {"walk": replace(strategy, **changes)}
-
-
 def journal_keys(folder):
     """Return the keys of a journal's complete lines; the text after the last newline is not one."""
-    complete = (folder / JOURNAL_FILE).read_text().split("\n")[1:-1]
+    complete = (folder / "state.jsonl").read_text().split("\n")[1:-1]
     return [json.loads(line)["key"] for line in complete]
 
 
@@ -111,11 +115,11 @@ def _search_until(after, torn, arguments):
         append(self, *entries)
 
     JournalFile.append = count_and_append
-    pipeline.STRATEGIES = strategies_with_walk()
+    STRATEGIES["walk"] = make_walk()
     search(load(), **arguments)
 
 
 def search_and_report(**arguments):
     """Return the numbers of a search, as one of several processes that search together."""
-    pipeline.STRATEGIES = strategies_with_walk()
+    STRATEGIES["walk"] = make_walk()
     return search_numbers(search(load(), **arguments))

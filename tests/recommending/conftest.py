@@ -4,6 +4,6 @@ import pytest
 from helpers.search_fixtures import load
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model():
     return load()

@@ -1,11 +1,13 @@
 """Test recommendations for a model that recalls: measurements, files, resumption and refusals."""
 
 import json
+import math
 import os
+import random
 import re
 import signal
+from dataclasses import replace
 from html import unescape
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,16 +16,12 @@ from helpers.search_fixtures import load, questions
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.inference.scorer import Scorer
-from rope_patch.recommending import bench, budget, variants
-from rope_patch.recommending.pipeline import recommend
-from rope_patch.searching.journal import JOURNAL_FILE
-from rope_patch.searching.measure import fitness
-from rope_patch.searching.result.search_result import SearchResult
+from rope_patch.inference.samples import Sample
 from rope_patch.utils.journal import JournalFile
 
 LENGTH, TRAINED = 1024, 256
 LONG_BLOCK = 6 * 1023 / 1000  # seconds on the machine below
+MAPS = ("self-extend", "jet-long", "rerope")
 
 
 class Machine:
@@ -31,26 +29,32 @@ class Machine:
 
     Attributes:
         now: The machine's clock, in seconds.
-        scored: The number of samples scored so far.
+        scored: The number of samples read so far.
+        longest: The most tokens of a sample.
     """
 
-    def __init__(self, patch):
-        self.now, self.scored = 0.0, 0
-        score = Scorer.score
+    def __init__(self, model, patch):
+        self.now, self.scored, self.longest = 0.0, 0, 0
+        self.watch(model)
+        patch.setattr("time.monotonic", lambda: self.now)
 
-        def timed(scorer, unit):
-            self.now += scorer.cost(unit) / 1000
-            self.scored += len(unit)
-            return score(scorer, unit)
+    def watch(self, model):
+        """Let the clock go on with what a model reads."""
 
-        patch.setattr(Scorer, "score", timed)
-        for module in (bench, budget, fitness):
-            patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        def read(module, arguments):
+            rows, tokens = arguments[0].shape
+            self.now += rows * tokens / 1000
+            self.scored += rows
+            self.longest = max(self.longest, tokens)
+
+        return model.register_forward_pre_hook(read)
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    return Machine(monkeypatch)
+def machine(model, monkeypatch):
+    machine = Machine(model, monkeypatch)
+    yield machine
+    model._forward_pre_hooks.clear()
 
 
 def samples(long=12, short=12, length=LENGTH):
@@ -66,11 +70,23 @@ def recommend_on_samples(model, **changes):
         "progress": False,
         "command": "made by a test",
     }
-    return recommend(model, **(arguments | changes))
+    return rope_patch.recommend(model, **(arguments | changes))
+
+
+WHOLE = {"samples": samples(36, 24), "search": True, "budget": 5}
+SMALL = {"samples": samples(6, 6), "most": 6}
 
 
 def row(recommendation, name):
     return next(row for row in recommendation.rows if row["name"] == name)
+
+
+def journal_lines(folder):
+    return (folder / "state.jsonl").read_text().splitlines(keepends=True)
+
+
+def journal_keys(folder):
+    return [json.loads(line)["key"] for line in journal_lines(folder)[1:]]
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +94,9 @@ def finished_run(model, tmp_path_factory):
     """Return the recommendation, the folder and the machine of a run that includes a search."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        machine = Machine(patch)
-        recommendation = recommend_on_samples(
-            model, samples=samples(36, 24), search=True, budget=6, folder=folder
-        )
+        machine = Machine(model, patch)
+        recommendation = recommend_on_samples(model, folder=folder, **WHOLE)
+    model._forward_pre_hooks.clear()
     return recommendation, folder, machine
 
 
@@ -105,10 +120,9 @@ def test_a_row_equals_the_scores_of_the_patched_model(finished_run, model, name)
     recommendation, folder, _ = finished_run
     measured = row(recommendation, name)
     count = measured["long"]["samples"]
-    entries = [json.loads(line) for line in (folder / JOURNAL_FILE).read_text().splitlines()[1:]]
     groups = [
         group
-        for line in entries
+        for line in map(json.loads, journal_lines(folder)[1:])
         if re.match(rf'long/\d/\["{name}"', line["key"])
         for group in line["value"]["groups"]
     ]
@@ -134,7 +148,7 @@ def test_dynamic_methods_equal_static_ones_at_length_and_the_plain_model_within(
         assert row(recommendation, f"dynamic-{name}")["price"]["nll"] == [0, 0, 0]
         assert row(recommendation, f"dynamic-{name}")["leaves_short"]
         assert not row(recommendation, name)["leaves_short"]
-    for name in variants.MAPS:
+    for name in MAPS:
         assert row(recommendation, name)["price"]["nll"] == [0, 0, 0]
         assert row(recommendation, name)["leaves_short"]
         assert row(recommendation, name)["engines"] == []
@@ -146,17 +160,15 @@ def test_dynamic_methods_equal_static_ones_at_length_and_the_plain_model_within(
 
 def test_nothing_is_measured_twice_and_the_best_gets_more_samples(finished_run):
     recommendation, folder, machine = finished_run
-    keys = [
-        json.loads(line)["key"] for line in (folder / JOURNAL_FILE).read_text().splitlines()[1:]
-    ]
-    assert keys.count("budget/6.0") == 1
+    keys = journal_keys(folder)
+    assert keys.count("budget/5.0") == 1
     assert len(keys) == len(set(keys))
     first = [key for key in keys if key.startswith("long/0/")]
     assert len(first) == 9 + any(key.startswith("search/") for key in keys)
     assert recommendation.samples > 6
     assert row(recommendation, "linear")["long"]["samples"] == 6
     assert row(recommendation, recommendation.method)["long"]["samples"] == recommendation.samples
-    assert machine.now <= 6 * 60 + LONG_BLOCK
+    assert machine.now <= 5 * 60 + LONG_BLOCK
     assert recommendation.seconds == pytest.approx(machine.now)
 
 
@@ -166,7 +178,7 @@ def test_the_search_ends_in_time_and_is_compared_on_held_out_samples(finished_ru
     assert len(recommendation.found.history) > 10
     searched = next(row for row in recommendation.rows if row["name"].startswith("searched"))
     assert searched["long"]["samples"] >= 6
-    loaded = SearchResult.load(folder / "searched")
+    loaded = rope_patch.SearchResult.load(folder / "searched")
     assert loaded.arguments() == recommendation.found.arguments()
     assert loaded.held_out["found"]["nll"] == searched["long"]["nll"][0]
     assert loaded.strategy in ("yarn-rcd", "curve")
@@ -190,43 +202,53 @@ def test_files_hold_the_printed_recommendation(finished_run):
         assert all(row["name"] in text for row in recommendation.rows)
         assert "documents" in text  # not measured: the samples come without texts
     assert page.count("| dynamic-llama3 |") == 1
-    model = load()
-    handle = eval(recommendation.python, {"rope_patch": rope_patch, "model": model})
+    handle = eval(recommendation.python, {"rope_patch": rope_patch, "model": load()})
     assert handle.length == LENGTH
+
+
+def test_differences_of_few_texts_are_printed_without_an_interval(finished_run):
+    recommendation, _, _ = finished_run
+    few = {"nll": [0.4, -math.inf, math.inf], "accuracy": None}
+    cells = dict.fromkeys(("behind", "price", "prose_price"), few)
+    text = str(replace(recommendation, rows=[row(recommendation, "yarn") | cells]))
+    assert text.count("(no interval)") == 3
+    assert text.count("+0.400 (no interval)") == 2
+    assert not re.search(r"\binf\b", text)
 
 
 def test_a_repeated_run_measures_nothing(finished_run, model, machine):
     recommendation, folder, _ = finished_run
-    before = (folder / JOURNAL_FILE).read_text().count('"groups"')
-    repeated = recommend_on_samples(
-        model, samples=samples(36, 24), search=True, budget=6, folder=folder
-    )
+    before = (folder / "state.jsonl").read_text().count('"groups"')
+    repeated = recommend_on_samples(model, folder=folder, **WHOLE)
     assert machine.scored == 0
-    assert (folder / JOURNAL_FILE).read_text().count('"groups"') == before
+    assert (folder / "state.jsonl").read_text().count('"groups"') == before
     assert (repeated.verdict, repeated.reasons) == (recommendation.verdict, recommendation.reasons)
-    for ours, theirs in zip(repeated.rows, recommendation.rows, strict=True):
-        assert ours == theirs
+    assert repeated.rows == recommendation.rows
     assert repeated.found.history == recommendation.found.history
 
 
-@pytest.mark.parametrize("line", ["plan/search", "search/9", "long/1", "last"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param("plan/search", marks=pytest.mark.slow),
+        "search/9",
+        pytest.param("long/1", marks=pytest.mark.slow),
+        "last",
+    ],
+)
 def test_a_run_killed_within_its_budget_comes_to_the_same_choices(
     finished_run, model, machine, tmp_path, line
 ):
     """Cut the journal where a kill would have: rounds, samples and the search go by the time."""
     recommendation, folder, _ = finished_run
-    lines = (folder / JOURNAL_FILE).read_text().splitlines(keepends=True)
-    keys = [json.loads(each)["key"] for each in lines[1:]]
+    keys = journal_keys(folder)
     stop = (
         len(keys) if line == "last" else next(i for i, k in enumerate(keys) if k.startswith(line))
     )
-    (tmp_path / JOURNAL_FILE).write_text("".join(lines[: stop + 1]))
+    (tmp_path / "state.jsonl").write_text("".join(journal_lines(folder)[: stop + 1]))
     machine.now = 200.0  # the time that was lost
-    resumed = recommend_on_samples(
-        model, samples=samples(36, 24), search=True, budget=6, folder=tmp_path
-    )
-    resumed_lines = (tmp_path / JOURNAL_FILE).read_text().splitlines()[1:]
-    assert [json.loads(each)["key"] for each in resumed_lines] == keys
+    resumed = recommend_on_samples(model, folder=tmp_path, **WHOLE)
+    assert journal_keys(tmp_path) == keys
     assert resumed.rows == recommendation.rows
     assert (resumed.verdict, resumed.reasons) == (recommendation.verdict, recommendation.reasons)
     assert resumed.not_measured == recommendation.not_measured
@@ -235,30 +257,44 @@ def test_a_run_killed_within_its_budget_comes_to_the_same_choices(
 
 @pytest.mark.slow
 def test_a_larger_budget_continues_the_run(model, machine, tmp_path):
-    small = recommend_on_samples(model, budget=1.4, samples=samples(24, 24), folder=tmp_path)
-    spent, scored = machine.now, machine.scored
-    assert spent <= 1.4 * 60 + LONG_BLOCK
-    large = recommend_on_samples(model, budget=4, samples=samples(24, 24), folder=tmp_path)
+    request = {"samples": samples(24, 24)}
+    small = recommend_on_samples(model, budget=1.4, folder=tmp_path, **request)
+    spent = machine.now
+    assert 0 < spent <= 1.4 * 60 + LONG_BLOCK
+    large = recommend_on_samples(model, budget=4, folder=tmp_path, **request)
     assert large.samples > small.samples
-    fresh = recommend_on_samples(model, budget=4, samples=samples(24, 24))
+    both = machine.now
+    fresh = recommend_on_samples(model, budget=4, **request)
     assert large.verdict == fresh.verdict
-    assert large.seconds == pytest.approx(machine.now - spent - fresh.seconds + spent)
-    assert scored > 0
+    assert large.seconds == pytest.approx(both)
+
+
+@pytest.fixture(scope="module")
+def small_run(model, tmp_path_factory):
+    """Return the recommendation and the folder of a run that leaves the model as it was."""
+    folder = tmp_path_factory.mktemp("small")
+    ids = torch.tensor([questions(TRAINED, 1)[0].ids])
+    model.train()
+    with torch.no_grad():
+        before = model(ids).logits
+        recommendation = recommend_on_samples(model, folder=folder, **SMALL)
+        assert torch.equal(model(ids).logits, before)
+    assert model.training
+    assert rope_patch.current(model) is None
+    model.eval()
+    return recommendation, folder
 
 
 @pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 16])
-def test_a_killed_run_resumes(model, tmp_path, machine, after):
+def test_a_killed_run_resumes(small_run, model, tmp_path, after):
+    unbroken, whole = small_run
     process = FORK.Process(target=_recommend_until_killed, args=(after, tmp_path))
     process.start()
     process.join(300)
     assert process.exitcode == -signal.SIGKILL
-    lines = (tmp_path / JOURNAL_FILE).read_text().splitlines()
-    assert len(lines) == 1 + after
-    resumed = recommend_on_samples(model, folder=tmp_path, most=6)
-    resumed_count = machine.scored
-    unbroken = recommend_on_samples(model, most=6)
-    journal_count = sum(len(json.loads(line)["value"].get("nll", ())) for line in lines[1:])
-    assert resumed_count + journal_count == machine.scored - resumed_count
+    assert len(journal_lines(tmp_path)) == 1 + after
+    resumed = recommend_on_samples(model, folder=tmp_path, **SMALL)
+    assert sorted(journal_keys(tmp_path)) == sorted(journal_keys(whole))  # none of them twice
     assert (resumed.verdict, resumed.rows, resumed.reasons) == (
         unbroken.verdict,
         unbroken.rows,
@@ -276,7 +312,23 @@ def _recommend_until_killed(after, folder):
         append(self, *entries)
 
     JournalFile.append = append_or_kill
-    recommend_on_samples(load(), folder=folder, most=6)
+    recommend_on_samples(load(), folder=folder, **SMALL)
+
+
+@pytest.mark.slow
+def test_several_processes_give_the_same_recommendation(small_run, tmp_path):
+    def recommend_in_folder():
+        recommendation = recommend_on_samples(load(), folder=tmp_path, **SMALL)
+        return recommendation.verdict, recommendation.rows
+
+    alone, _ = small_run
+    for verdict, rows in run_forked(recommend_in_folder, patience=500):
+        assert verdict == alone.verdict
+        for ours, theirs in zip(rows, alone.rows, strict=True):
+            assert ours["name"] == theirs["name"]
+            if ours["long"]:
+                assert ours["long"]["nll"] == pytest.approx(theirs["long"]["nll"], rel=1e-5)
+    assert json.loads((tmp_path / "recommendation.json").read_text())["verdict"] == alone.verdict
 
 
 def test_a_budget_that_is_too_small_is_refused_with_a_sufficient_one(model, machine, tmp_path):
@@ -294,9 +346,10 @@ def test_a_budget_that_is_too_small_is_refused_with_a_sufficient_one(model, mach
     assert machine.now <= 60 * minutes + LONG_BLOCK
 
 
-def test_a_model_that_cannot_answer_gets_no_recommendation(machine):
+def test_a_model_that_cannot_answer_gets_no_recommendation(model, machine):
     torch.manual_seed(0)
-    untrained = AutoModelForCausalLM.from_config(load().config)
+    untrained = AutoModelForCausalLM.from_config(model.config)
+    machine.watch(untrained)
     recommendation = recommend_on_samples(untrained)
     assert (recommendation.method, recommendation.outcome, recommendation.python) == (
         None,
@@ -305,14 +358,23 @@ def test_a_model_that_cannot_answer_gets_no_recommendation(machine):
     )
     assert "Nothing can be recommended" in recommendation.verdict
     assert machine.scored == 12  # before anything long was read
+    assert machine.longest <= TRAINED
     assert recommendation.verdict in str(recommendation)
     assert str(recommendation).splitlines()[0] in unescape(recommendation._repr_html_())
 
 
-def test_no_method_is_recommended_if_none_holds(model, machine, monkeypatch):
-    monkeypatch.setattr(variants, "STATIC_METHODS", ("linear",))
-    monkeypatch.setattr(variants, "MAPS", ())
-    recommendation = recommend_on_samples(model)
+def test_no_method_is_recommended_if_none_holds(model, machine):
+    """Of eight answers at the length, six are random: no method can know more than two."""
+    draw = random.Random(0)
+    blind = []
+    for sample in questions(LENGTH, 6, seed=1):
+        ids = list(sample.ids)
+        for position in sample.positions[2:]:
+            ids[position] = draw.randrange(260, 500)
+        blind.append(Sample(tuple(ids), sample.answers, sample.group))
+    recommendation = recommend_on_samples(
+        model, samples=blind + questions(TRAINED, 6, seed=2), budget=1, most=6
+    )
     assert (recommendation.method, recommendation.outcome, recommendation.python) == (
         None,
         "nothing holds",
@@ -323,66 +385,41 @@ def test_no_method_is_recommended_if_none_holds(model, machine, monkeypatch):
     assert "less than 50%" in " ".join(recommendation.reasons)
 
 
-def test_the_model_is_unchanged_afterwards(model):
-    ids = torch.tensor([questions(TRAINED, 1)[0].ids])
-    model.train()
-    with torch.no_grad():
-        before = model(ids).logits
-        recommend_on_samples(model, samples=samples(6, 6), most=6)
-        assert torch.equal(model(ids).logits, before)
-    assert model.training
-    assert rope_patch.current(model) is None
-    model.eval()
-
-
 def test_a_failing_method_is_excluded_and_reported(model, machine, monkeypatch):
-    measure = bench.Fitness.measure
+    layer = model.model.layers[0]
+    forward = layer.forward
 
-    def measure_or_raise(self, candidate, against=None):
-        if candidate is not None and candidate.method == "yarn":
-            raise AssertionError("not reached") if self is None else RuntimeError("no memory")
-        return measure(self, candidate, against)
+    def fail_with_yarn(*args, **kwargs):
+        if "yarn" in str(rope_patch.current(model)):
+            raise RuntimeError("no memory")
+        return forward(*args, **kwargs)
 
-    def measure_with_error(self, candidate, against=None):
-        try:
-            return measure_or_raise(self, candidate, against)
-        except RuntimeError as error:
-            measurement = measure(self, None)
-            return type(measurement)(
-                **{**vars(measurement), "error": str(error), "complete": False}
-            )
-
-    monkeypatch.setattr(bench.Fitness, "measure", measure_with_error)
-    recommendation = recommend_on_samples(model)
-    assert row(recommendation, "yarn")["status"] == "failed: no memory"
+    monkeypatch.setattr(layer, "forward", fail_with_yarn)
+    recommendation = recommend_on_samples(model, budget=1.4, **SMALL)
+    assert row(recommendation, "yarn")["status"] == "failed: RuntimeError: no memory"
     assert row(recommendation, "dynamic-yarn")["long"] is None
-    assert recommendation.method in (
-        "llama3",
-        "ntk-by-parts",
-        "dynamic-llama3",
-        "dynamic-ntk-by-parts",
-        *variants.MAPS,
-    )
+    assert recommendation.outcome == "use"
+    assert recommendation.method not in ("yarn", "dynamic-yarn", "plain")
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "fact"),
     [
         ({"budget": 0}, "more than 0 minutes"),
         ({"budget": -1.0}, "more than 0 minutes"),
         ({"budget": float("nan")}, "more than 0 minutes"),
         ({"most": 5}, "at least 6"),
         ({"length": 200}, "trained"),
-        ({"short_length": 300}, "at most the trained length of 256"),
-        ({"length": 600}, "samples of up to 1,024 tokens"),
-        ({"samples": samples(5, 12)}, "5 of 17 samples have more than the trained 256"),
-        ({"samples": samples(12, 3)}, "3 of 15 samples have at most the trained 256"),
+        ({"short_length": 300}, "256"),
+        ({"length": 600}, "1,024"),
+        ({"samples": samples(5, 12)}, "5 of 17 .* more than .* 256"),
+        ({"samples": samples(12, 3)}, "3 of 15 .* at most .* 256"),
         ({"samples": None}, "tokenizer"),
         ({"text": "emma"}, "tokenizer"),
     ],
 )
-def test_bad_arguments_are_refused(model, changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_arguments_are_refused(model, changes, fact):
+    with pytest.raises(ValueError, match=fact):
         recommend_on_samples(model, **changes)
 
 
@@ -391,30 +428,14 @@ def test_a_budget_that_is_no_number_is_refused(model):
         recommend_on_samples(model, budget="10")
 
 
-def test_a_patched_model_and_a_foreign_folder_are_refused(model, machine, tmp_path):
+def test_a_patched_model_and_a_foreign_folder_are_refused(small_run, model):
     with (
         rope_patch.patch(model, "yarn", factor=2),
         pytest.raises(ValueError, match="patched already"),
     ):
         recommend_on_samples(model)
-    recommend_on_samples(model, samples=samples(6, 6), folder=tmp_path)
-    before = (tmp_path / JOURNAL_FILE).read_bytes()
+    _, folder = small_run
+    before = (folder / "state.jsonl").read_bytes()
     with pytest.raises(ValueError, match="seed is 42 there and 1 here"):
-        recommend_on_samples(model, samples=samples(6, 6), folder=tmp_path, seed=1)
-    assert (tmp_path / JOURNAL_FILE).read_bytes() == before
-
-
-@pytest.mark.slow
-def test_several_processes_give_the_same_recommendation(model, tmp_path):
-    def recommend_in_folder():
-        recommendation = recommend_on_samples(load(), folder=tmp_path, most=6)
-        return recommendation.verdict, recommendation.rows
-
-    alone = recommend_on_samples(model, most=6)
-    for verdict, rows in run_forked(recommend_in_folder, patience=500):
-        assert verdict == alone.verdict
-        for ours, theirs in zip(rows, alone.rows, strict=True):
-            assert ours["name"] == theirs["name"]
-            if ours["long"]:
-                assert ours["long"]["nll"] == pytest.approx(theirs["long"]["nll"], rel=1e-5)
-    assert json.loads((tmp_path / "recommendation.json").read_text())["verdict"] == alone.verdict
+        recommend_on_samples(model, folder=folder, seed=1, **SMALL)
+    assert (folder / "state.jsonl").read_bytes() == before

@@ -2,21 +2,32 @@
 
 import pytest
 from helpers.plugins import write_method
-from helpers.search_fixtures import TRAINED
+from helpers.search_fixtures import TRAINED, questions
 
 import rope_patch
-from rope_patch.extension import Extension
 from rope_patch.methods import build, load_plugin
-from rope_patch.recommending import variants
-from rope_patch.recommending.variants import UNPATCHED, VariantRotation
-from rope_patch.searching.measure.fitness import make_space
+from rope_patch.recommending import (
+    UNPATCHED,
+    export_command,
+    patch_call,
+    rotation_key,
+    standard_variants,
+)
+from rope_patch.searching import Fitness
+
+MAPS = ("self-extend", "jet-long", "rerope")
+
+
+def make_space(model, length):
+    request = rope_patch.Extension("longrope", length=length)
+    return Fitness(model, questions(count=1), request).space
 
 
 @pytest.mark.parametrize("length", [512, 768, 1357])
 def test_dynamic_variants_rotate_like_the_patched_model(model, length):
     """They equal it at the target length, and the plain model within the trained length."""
-    space = make_space(model, Extension("longrope", length=length))
-    entries = [v for v in variants.standard_variants(space) if v.name not in variants.MAPS]
+    space = make_space(model, length)
+    entries = [v for v in standard_variants(space) if v.name not in MAPS]
     for entry in entries:
         if entry.method is None:
             assert (entry.long_rotation, entry.short_rotation) == (UNPATCHED, UNPATCHED)
@@ -39,32 +50,32 @@ def test_dynamic_variants_rotate_like_the_patched_model(model, length):
 
 
 def test_maps_are_kept_apart_though_their_frequencies_are_the_plain_models(model):
-    space = make_space(model, Extension("longrope", length=768))
-    maps = [v for v in variants.standard_variants(space) if v.name in variants.MAPS]
-    keys = {variants.rotation_key(space, entry.long_rotation) for entry in maps}
-    assert len(keys) == len(variants.MAPS) == 3
+    space = make_space(model, 768)
+    maps = [v for v in standard_variants(space) if v.name in MAPS]
+    keys = {rotation_key(space, entry.long_rotation) for entry in maps}
+    assert len(keys) == 3
     for entry in maps:
         assert entry.short_rotation == UNPATCHED
-        call = variants.patch_call(entry, Extension("longrope", length=768), None)
+        call = patch_call(entry, rope_patch.Extension("longrope", length=768), None)
         assert call == f"rope_patch.patch(model, '{entry.name}', length=768)"
 
 
-def _frequencies(rotation: VariantRotation, space):
+def _frequencies(rotation, space):
     method = build(rotation.candidate.method, factor=rotation.factor, **rotation.candidate.options)
     return method.frequencies(space.geometry)
 
 
 @pytest.mark.usefixtures("own_registry")
 def test_static_methods_from_outside_are_variants_keyed_by_their_numbers(model, tmp_path):
-    space = make_space(model, Extension("longrope", length=512))
+    space = make_space(model, 512)
 
     def outside(**changes):
         load_plugin(str(write_method(tmp_path / "mine.py", **changes)))
-        return [each for each in variants.standard_variants(space) if each.method == "outside"]
+        return [each for each in standard_variants(space) if each.method == "outside"]
 
     (first,), (again,), (changed,) = outside(), outside(), outside(divisor="9")
     assert first.long_rotation.key == again.long_rotation.key != changed.long_rotation.key
     assert first.short_rotation == first.long_rotation
-    command = variants.export_command(first, Extension("linear", length=512), "m", ("vllm",))
+    command = export_command(first, rope_patch.Extension("linear", length=512), "m", ("vllm",))
     assert command.endswith(f"--method outside --length 512 --plugin {tmp_path / 'mine.py'}")
     assert outside(following=True) == []

@@ -24,9 +24,7 @@ DEFECTS = [
         "rope_patch/diagnosing/pairs.py",
         "    distance = length if largest_distance is None else largest_distance\n",
         "    distance = length\n",
-        (
-            "tests/diagnosing/test_diagnosis_of_maps.py::test_maps_keep_pairs_within_the_angles_of_training",
-        ),
+        ("tests/diagnosing/test_diagnosis.py::test_maps_keep_pairs_within_the_angles_of_training",),
     ),
     Defect(
         "overwritten frequencies are called an edit of the config that nobody made",

@@ -158,7 +158,7 @@ DEFECTS = [
         "        if test is not None and better and test.p_value < SIGNIFICANCE_LEVEL:\n",
         "        if test is not None and better:\n",
         (
-            "tests/extending/test_decision.py::test_a_trained_model_is_chosen_where_it_is_shown_to_be_better",
+            "tests/extending/test_proof.py::test_a_trained_model_is_chosen_where_it_is_shown_to_be_better",
         ),
     ),
     Defect(

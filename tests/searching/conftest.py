@@ -1,12 +1,12 @@
 """The tiny trained model, and the stand-in strategy of small searches."""
 
 import pytest
-from helpers.search_fixtures import load, strategies_with_walk
+from helpers.search_fixtures import load, make_walk
 
-from rope_patch.searching import pipeline
+from rope_patch.searching import STRATEGIES
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model():
     return load()
 
@@ -14,4 +14,4 @@ def model():
 @pytest.fixture
 def walk_strategy(monkeypatch):
     """Let searches know the stand-in strategy as "walk"."""
-    monkeypatch.setattr(pipeline, "STRATEGIES", strategies_with_walk())
+    monkeypatch.setitem(STRATEGIES, "walk", make_walk())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rope_patch.searching.journal import JOURNAL_FILE, SearchJournal
+from rope_patch.searching import SearchJournal
 
 IDENTITY = {"weights": "abc", "factor": 4.0, "options": {}, "versions": {"torch": "2"}}
 
@@ -14,73 +14,53 @@ def write_journal(folder, count=3):
     for number in range(count):
         journal.put(f"search/{number}", {"fitness": 1 / (1 + number)})
     journal.close()
-    return folder / JOURNAL_FILE
+    return folder / "state.jsonl"
 
 
-def test_measurements_are_read_back(tmp_path):
-    write_journal(tmp_path / "new" / "folder")
-    journal = SearchJournal(tmp_path / "new" / "folder", IDENTITY)
-    assert len(journal) == 3
-    assert journal.get("search/2") == {"fitness": 1 / 3}
-    assert journal.get("search/3") is None
-
-
-def test_nothing_is_written_before_the_first_measurement(tmp_path):
-    SearchJournal(tmp_path / "none", IDENTITY)
-    assert not (tmp_path / "none").exists()
-
-
-def test_every_measurement_is_written_immediately(tmp_path):
-    journal = SearchJournal(tmp_path, IDENTITY)
-    for number in range(3):
-        journal.put(str(number), {})
-        assert len((tmp_path / JOURNAL_FILE).read_bytes().splitlines()) == 2 + number
-
-
-@pytest.mark.parametrize("cut", [2, 5, 20])
-def test_a_partial_last_line_is_dropped_and_overwritten(tmp_path, cut):
-    path = write_journal(tmp_path)
-    content = path.read_bytes()
-    path.write_bytes(content[:-cut])
-    journal = SearchJournal(tmp_path, IDENTITY)
-    assert len(journal) == 2
-    journal.put("search/2", {"fitness": 1 / 3})
+def test_measurements_are_written_immediately_and_read_back_exactly(tmp_path):
+    folder = tmp_path / "new" / "folder"
+    journal = SearchJournal(folder, IDENTITY)
+    assert not folder.exists()  # before the first measurement
+    values = [{"a": 0.1 + 0.2}, {"b": float("inf")}, {"c": [1e-300, 2 / 3]}]
+    for number, value in enumerate(values):
+        journal.put(str(number), value)
+        assert len((folder / "state.jsonl").read_bytes().splitlines()) == 2 + number
     journal.close()
-    assert path.read_bytes() == content
+    again = SearchJournal(folder, json.loads(json.dumps(IDENTITY)))
+    assert len(again) == 3
+    assert [again.get(key) for key in "0123"] == [*values, None]
 
 
-def test_a_last_line_without_its_end_is_a_measurement(tmp_path):
+@pytest.mark.parametrize(
+    ("cut", "left"),
+    [(1, 3), (2, 2), (20, 2), (None, 0)],
+    ids=["newline", "brace", "half a line", "all but the start of the first line"],
+)
+def test_a_file_that_a_kill_cut_short_is_continued(tmp_path, cut, left):
     path = write_journal(tmp_path)
     content = path.read_bytes()
-    path.write_bytes(content[:-1])
+    path.write_bytes(content[: 30 if cut is None else -cut])
     journal = SearchJournal(tmp_path, IDENTITY)
-    assert len(journal) == 3
-    journal.put("search/3", {})
+    assert len(journal) == left
+    for number in range(left, 4):
+        journal.put(f"search/{number}", {"fitness": 1 / (1 + number)})
     journal.close()
     assert path.read_bytes().startswith(content)
     assert len(SearchJournal(tmp_path, IDENTITY)) == 4
 
 
-def test_a_partial_first_line_is_an_empty_journal(tmp_path):
-    path = write_journal(tmp_path)
-    content = path.read_bytes()
-    path.write_bytes(content[:30])
-    assert len(SearchJournal(tmp_path, IDENTITY)) == 0
-    assert write_journal(tmp_path).read_bytes() == content
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weights": "xyz"}, 'weights is "abc" there and "xyz" here'),
-        ({"factor": 8.0, "options": {"a": 1}}, r"factor is 4.0 there and 8.0 here; options is \{"),
-        ({"more": 1}, "more is null there and 1 here"),
+        ({"weights": "xyz"}, 'weights.* "abc".* "xyz"'),
+        ({"factor": 8.0, "options": {"a": 1}}, r"factor.* 4\.0 .* 8\.0 .*; options"),
+        ({"more": 1}, "more.* null .* 1 "),
     ],
 )
 def test_the_journal_of_another_search_is_refused_and_left_unchanged(tmp_path, changes, message):
     path = write_journal(tmp_path)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=f"the state of another search: {message}"):
+    with pytest.raises(ValueError, match=message):
         SearchJournal(tmp_path, IDENTITY | changes)
     assert path.read_bytes() == before
 
@@ -111,7 +91,7 @@ def test_a_damaged_measurement_is_reported_and_dropped(tmp_path, damage, caplog)
     lines[2] = {
         "number": lines[2].replace(b"0.5", b"0.6"),
         "junk": b"\0\0\0",
-        "another search": (other / JOURNAL_FILE).read_bytes().splitlines()[1],
+        "another search": (other / "state.jsonl").read_bytes().splitlines()[1],
         "unsealed": b'{"key": "search/1", "value": {"fitness": 0.5}}',
     }[damage]
     path.write_bytes(b"\n".join(lines) + b"\n")
@@ -127,7 +107,7 @@ def test_a_damaged_measurement_is_reported_and_dropped(tmp_path, damage, caplog)
 
 
 def test_a_journal_without_digests_is_reported_and_dropped(tmp_path, caplog):
-    path = tmp_path / JOURNAL_FILE
+    path = tmp_path / "state.jsonl"
     header = {"format": "rope_patch.searching/1", "identity": IDENTITY}
     entry = {"key": "search/0", "value": {"fitness": 1.0}}
     path.write_text(f"{json.dumps(header)}\n{json.dumps(entry)}\n")
@@ -146,7 +126,7 @@ def test_a_journal_without_a_config_goes_on_with_a_warning(tmp_path, caplog):
     assert len(caplog.messages) == 1
     journal.put("search/9", {"fitness": 1.0})
     journal.close()
-    assert (tmp_path / JOURNAL_FILE).read_bytes().startswith(content)
+    assert (tmp_path / "state.jsonl").read_bytes().startswith(content)
     assert len(SearchJournal(tmp_path, IDENTITY)) == len(journal)
 
 
@@ -192,9 +172,9 @@ def test_a_later_file_of_another_search_is_left_unchanged(tmp_path):
     journal = SearchJournal(tmp_path, IDENTITY | {"weights": "xyz"})
     before = write_journal(tmp_path).read_bytes()
     for _ in range(2):
-        with pytest.raises(ValueError, match="the state of another search"):
+        with pytest.raises(ValueError, match="weights"):
             journal.put("search/0", {"fitness": 0.1})
-    assert (tmp_path / JOURNAL_FILE).read_bytes() == before
+    assert (tmp_path / "state.jsonl").read_bytes() == before
 
 
 def test_a_journal_without_a_folder_stays_in_memory():
@@ -206,13 +186,5 @@ def test_a_journal_without_a_folder_stays_in_memory():
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file: expected a folder"):
+    with pytest.raises(ValueError, match="expected a folder"):
         SearchJournal(tmp_path / "file", IDENTITY)
-
-
-def test_numbers_are_read_back_exactly(tmp_path):
-    journal = SearchJournal(tmp_path, IDENTITY)
-    values = {"a": 0.1 + 0.2, "b": float("inf"), "c": [1e-300, 2 / 3]}
-    journal.put("x", values)
-    journal.close()
-    assert SearchJournal(tmp_path, json.loads(json.dumps(IDENTITY))).get("x") == values

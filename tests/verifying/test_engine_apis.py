@@ -5,13 +5,12 @@ import copy
 import pytest
 import torch
 from helpers.engine_server import EngineServer, fixed_answer
+from helpers.kept_predictions import kept_predictions
 from helpers.tiny_models import make_model
 from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, configured, plain
 
 import rope_patch
-from rope_patch.verifying.engine import CannotVerify
-from rope_patch.verifying.engine_detection import open_engine
-from rope_patch.verifying.probe_prompts import ProbePrompt
+from rope_patch.verifying import CannotVerify, ProbePrompt, open_engine
 
 TINY = ASSETS / "tiny-llama"
 IDS = (1, 7, 300, 42, 7, 300)
@@ -57,12 +56,23 @@ def test_client_reads_the_log_probabilities_of_a_prompt_and_of_written_tokens(
         assert written.log_probs[0] == pytest.approx(float(logits[-1].max()), abs=1e-5)
 
 
-@pytest.mark.parametrize("api", ["llama.cpp", "sglang"])
-@pytest.mark.parametrize("case", ["as asked", "factor ignored", "attention factor dropped"])
-def test_verdicts_through_other_apis(api, case):
-    parameters, expected = CONFIGS[case]
-    with EngineServer(configured("llama", parameters), api=api).running() as url:
-        assert verify(url).verdict.explains == (expected,)
+@pytest.fixture(scope="module")
+def found():
+    """Verify right and wrong servers of each API by the same predictions."""
+    results = {}
+    with kept_predictions():
+        for case in ("as asked", "attention factor dropped"):
+            for api in ("openai", "llama.cpp", "sglang"):
+                engine = configured("llama", CONFIGS[case][0])
+                with EngineServer(engine, api=api).running() as url:
+                    results[api, case] = verify(url)
+    return results
+
+
+@pytest.mark.parametrize("api", ["openai", "llama.cpp", "sglang"])
+@pytest.mark.parametrize("case", ["as asked", "attention factor dropped"])
+def test_verdicts_through_each_api(found, api, case):
+    assert found[api, case].verdict.explains == (CONFIGS[case][1],)
 
 
 def test_stale_keys_need_the_ids_that_a_server_writes():
@@ -93,109 +103,81 @@ def test_what_prompts_are_too_short_for_is_said(model):
 # -- errors ----------------------------------------------------------------------------------------
 
 
+def require_refusal(url, fact, **arguments):
+    with pytest.raises(CannotVerify, match=fact):
+        verify(url, **arguments)
+
+
 def test_server_that_is_not_there():
     with EngineServer(plain()).running() as url:
         pass
-    with pytest.raises(CannotVerify, match=r"no server answers at .*start it"):
-        verify(url)
+    require_refusal(url, "start it")
+    require_refusal("localhost:8000", "the address of a server")
 
 
-def test_address_that_is_none():
-    with pytest.raises(CannotVerify, match="expected the address of a server"):
-        verify("localhost:8000")
+@pytest.mark.parametrize(
+    ("settings", "arguments", "fact"),
+    [
+        ({"log_probs": "none"}, {}, "without log-probabilities"),
+        ({"log_probs": "none", "api": "llama.cpp"}, {}, "answers without"),
+        ({"log_probs": "none", "api": "sglang"}, {}, "answers without"),
+        ({}, {"served_model": "large"}, "'tiny', expected 'large'"),
+        ({}, {"engine": "llama.cpp"}, "/props"),
+    ],
+)
+def test_server_that_cannot_be_asked(model, settings, arguments, fact):
+    with EngineServer(model, **settings).running() as url:
+        require_refusal(url, fact, **arguments)
 
 
-def test_server_without_log_probabilities(model):
-    with (
-        EngineServer(model, log_probs="none").running() as url,
-        pytest.raises(CannotVerify, match="without log-probabilities of the prompt's tokens"),
-    ):
-        verify(url)
-
-
-@pytest.mark.parametrize("api", ["llama.cpp", "sglang"])
-def test_other_servers_without_log_probabilities(model, api):
-    with (
-        EngineServer(model, api=api, log_probs="none").running() as url,
-        pytest.raises(CannotVerify, match="answers without"),
-    ):
-        verify(url)
-
-
-ANSWERS = {
-    "a page": (200, b"<html>hello</html>", "answered no JSON.*address of the server itself"),
-    "a refusal": (401, b'{"error": "Unauthorized"}', "answered 401: Unauthorized.*OPENAI_API_KEY"),
-    "a crash": (500, b"crashed", "answered 500: crashed.*expected a list of models"),
-    "a list": (200, b"[1, 2]", "serves no model, expected at least one"),
-    "words for numbers": (
-        200,
-        b'{"data": [{"id": "x"}], "choices": [{"logprobs": {"token_logprobs": [null, "a"]}}]}',
-        "answers in an unknown form.*--engine",
-    ),
-    "not a number": (
-        200,
-        b'{"data": [{"id": "x"}], "choices": [{"logprobs": {"token_logprobs": [null, NaN]}}]}',
-        "answers NaN for 1 of 1 tokens.*another dtype",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ANSWERS)
-def test_servers_that_are_no_engines(case):
-    status, body, message = ANSWERS[case]
-    with fixed_answer(status, body) as url, pytest.raises(CannotVerify, match=message):
-        verify(url)
-
-
-def test_server_that_is_busy():
-    with (
-        fixed_answer(200, b"{}", seconds=3) as url,
-        pytest.raises(CannotVerify, match=r"did not answer within 1 s.*--seconds"),
-    ):
-        verify(url, seconds=1)
-
-
-def test_other_model():
+def rolled():
+    """Return a model that is another one: its tokens have the embeddings of others."""
     other = copy.deepcopy(plain())
     with torch.no_grad():
         other.model.embed_tokens.weight.copy_(other.model.embed_tokens.weight.roll(5, 0))
-    with (
-        EngineServer(other).running() as url,
-        pytest.raises(CannotVerify, match=r"serves another model.*--against"),
-    ):
-        verify(url)
+    return other
 
 
-@pytest.mark.parametrize("api", ["openai", "llama.cpp"])
-def test_other_vocabulary(api):
-    with (
-        EngineServer(make_model("llama"), api=api).running() as url,
-        pytest.raises(CannotVerify, match=r"vocabulary.*--against"),
-    ):
-        verify(url)
+@pytest.mark.parametrize(
+    ("make", "api", "fact"),
+    [
+        (rolled, "openai", "another model.*--against"),
+        (lambda: make_model("llama"), "openai", "vocabulary.*--against"),
+        (lambda: make_model("llama"), "llama.cpp", "vocabulary.*--against"),
+    ],
+)
+def test_server_of_another_model(make, api, fact):
+    with EngineServer(make(), api=api).running() as url:
+        require_refusal(url, fact)
 
 
-def test_served_model_that_the_server_does_not_have(model):
-    with (
-        EngineServer(model).running() as url,
-        pytest.raises(CannotVerify, match=r"serves 'tiny', expected 'large'"),
-    ):
-        verify(url, served_model="large")
+LOG_PROBS = b'{"data": [{"id": "x"}], "choices": [{"logprobs": {"token_logprobs": [null, %s]}}]}'
 
 
-def test_engine_that_is_another_one(model):
-    with (
-        EngineServer(model).running() as url,
-        pytest.raises(CannotVerify, match=r"/props does not answer as llama\.cpp does"),
-    ):
-        verify(url, engine="llama.cpp")
+@pytest.mark.parametrize(
+    ("status", "body", "fact"),
+    [
+        (200, b"<html>hello</html>", "no JSON"),
+        (401, b'{"error": "Unauthorized"}', "401: Unauthorized.*OPENAI_API_KEY"),
+        (500, b"crashed", "500: crashed"),
+        (200, b"[1, 2]", "no model"),
+        (200, LOG_PROBS % b'"a"', "unknown form.*--engine"),
+        (200, LOG_PROBS % b"NaN", "NaN for 1 of 1 tokens.*dtype"),
+    ],
+    ids=["a page", "a refusal", "a crash", "a list", "words for numbers", "not a number"],
+)
+def test_servers_that_are_no_engines(status, body, fact):
+    with fixed_answer(status, body) as url:
+        require_refusal(url, fact)
 
 
-def test_model_that_is_compared_with_itself(model):
-    with pytest.raises(CannotVerify, match="the very model that is verified"):
+def test_server_that_is_busy():
+    with fixed_answer(200, b"{}", seconds=3) as url:
+        require_refusal(url, "within 1 s.*--seconds", seconds=1)
+
+
+def test_requests_that_make_no_sense(model):
+    with pytest.raises(CannotVerify, match="the very model"):
         rope_patch.verify(model, against=model)
-
-
-def test_options_without_a_method(model):
     with pytest.raises(CannotVerify, match="belong to a method"):
         rope_patch.verify(model, against=TINY, factor=4)

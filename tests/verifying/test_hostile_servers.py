@@ -10,8 +10,7 @@ from helpers.engine_server import EngineServer, answering
 from helpers.wrong_engines import ASSETS, FACTOR, YARN, configured
 
 import rope_patch
-from rope_patch.verifying.engine import CannotVerify
-from rope_patch.verifying.http_json import CannotReach, HttpError, JsonClient
+from rope_patch.verifying import CannotReach, CannotVerify, HttpError, JsonClient
 
 TINY = ASSETS / "tiny-llama"
 KEY = "sk-secret"
@@ -86,7 +85,7 @@ def test_the_key_goes_to_the_server_that_was_named_alone(path, monkeypatch):
             if path == "/":
                 assert client.get("/") == {"inside": 1}
             else:
-                with pytest.raises(CannotVerify, match=r"redirects to .*another server"):
+                with pytest.raises(CannotVerify, match="another server"):
                     client.get(path)
     assert seen == []
 
@@ -95,7 +94,7 @@ def test_the_key_goes_to_the_server_that_was_named_alone(path, monkeypatch):
 def test_a_server_that_drips_bytes_meets_the_deadline(answer):
     with answering(answer) as url:
         started = time.monotonic()
-        with pytest.raises(CannotReach, match=r"did not answer within 0.4 s"):
+        with pytest.raises(CannotReach, match=r"0\.4 s"):
             JsonClient(url, 0.4).get("/")
         assert time.monotonic() - started < 2
 
@@ -108,7 +107,7 @@ def test_the_budget_is_that_of_all_answers_together():
     with answering(slow) as url:
         client = JsonClient(url, 0.5)
         assert client.get("/") == {}
-        with pytest.raises(CannotReach, match=r"within 0.5 s"):
+        with pytest.raises(CannotReach, match=r"0\.5 s"):
             client.get("/")
 
 
@@ -130,14 +129,14 @@ def test_an_empty_key_is_no_key(monkeypatch):
 
 @pytest.mark.parametrize("key", ["sk-\nX-Evil: 1", "sk-\u2014"])
 def test_a_key_that_no_header_can_hold_is_refused_without_printing_it(key):
-    with pytest.raises(CannotVerify, match="characters that no HTTP header can hold") as error:
+    with pytest.raises(CannotVerify, match="HTTP header") as error:
         JsonClient("http://localhost:1", 5.0, api_key=key)
     assert "sk-" not in str(error.value)
 
 
 @pytest.mark.parametrize("url", ["http://[", "http://host:port", "ftp://host", "file:///etc"])
 def test_what_is_no_address_is_refused(url):
-    with pytest.raises(CannotVerify, match="expected the address of a server"):
+    with pytest.raises(CannotVerify, match="address"):
         JsonClient(url)
 
 

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 import torch
+from helpers.kept_predictions import kept_predictions
 from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, TRAINED, YARN, configured
 
 import rope_patch
-from rope_patch.verifying import local_files
-from rope_patch.verifying.engine import CannotVerify
+from rope_patch.verifying import CannotVerify
 
 pytest.importorskip("gguf")
 from helpers.tiny_gguf import write_gguf
@@ -23,6 +23,19 @@ def verify(path):
     return rope_patch.verify(path, against=TINY, method="yarn", factor=FACTOR, progress=False)
 
 
+@pytest.fixture(scope="module")
+def predictions():
+    return {}
+
+
+@pytest.fixture
+def kept(predictions):
+    """Share predictions among the tests that verify against one model, asked for YaRN."""
+    with kept_predictions(predictions):
+        yield
+
+
+@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize(
     ("of_file", "expected"),
     [
@@ -31,6 +44,7 @@ def verify(path):
         ({"scaling": YARN, "quantized": True}, "as-asked"),
         ({"scaling": YARN, "attention_factor": 1 / MSCALE}, "no-attention-factor"),
         ({"scaling": {"rope_type": "linear", "factor": FACTOR}}, "linear-4"),
+        ({"stretches": torch.full((16,), FACTOR)}, "linear-4"),
     ],
 )
 def test_gguf_file(tmp_path, of_file, expected):
@@ -38,20 +52,15 @@ def test_gguf_file(tmp_path, of_file, expected):
     assert verify(tmp_path / "tiny.gguf").verdict.explains == (expected,)
 
 
-def test_gguf_file_with_stretches(tmp_path):
-    stretches = torch.full((16,), FACTOR)
-    write_gguf(TINY, tmp_path / "tiny.gguf", LONGEST, stretches=stretches)
-    assert verify(tmp_path / "tiny.gguf").verdict.explains == ("linear-4",)
-
-
 def test_gguf_file_that_llama_cpp_rotates_otherwise_is_refused(tmp_path, monkeypatch):
     """llama.cpp has a graph of each architecture that transformers reads: take Llama's away."""
     write_gguf(TINY, tmp_path / "tiny.gguf", LONGEST, scaling=YARN)
-    monkeypatch.setattr(local_files, "what_graph_reads", lambda name: None)
-    with pytest.raises(CannotVerify, match=r"'llama', which llama\.cpp 0\.5\.0 .* not known"):
+    monkeypatch.setattr("rope_patch.verifying.local_files.what_graph_reads", lambda name: None)
+    with pytest.raises(CannotVerify, match=r"'llama'.* not known"):
         verify(tmp_path / "tiny.gguf")
 
 
+@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("case", ["as asked", "factor ignored"])
 def test_folder(tmp_path, case):
     parameters, expected = CONFIGS[case]
@@ -75,5 +84,5 @@ def test_weights_that_mlx_quantised_are_refused(tmp_path):
 
 
 def test_other_files_are_refused():
-    with pytest.raises(CannotVerify, match=r"is a file, expected a \.gguf file, a folder"):
+    with pytest.raises(CannotVerify, match=r"\.gguf"):
         verify(TINY / "config.json")

@@ -12,7 +12,7 @@ FOUND, PLAIN = "found", "none"
 REFERENCES = ("yarn", "ntk", "linear")
 
 
-def compare(
+def compare_on_held_out(
     evaluations: Mapping[str, Evaluation], samples: Sequence[Sample]
 ) -> dict[str, dict[str, Any]]:
     """Return intervals of each method, and of the differences between the result and the others.

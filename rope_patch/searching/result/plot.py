@@ -34,7 +34,7 @@ _KNOWN_METHODS: list[tuple[str, str, str, str, Any]] = [
 ]
 
 
-def draw(
+def draw_search(
     path: str | os.PathLike[str],
     space: SearchSpace,
     history: Sequence[Mapping[str, Any]] = (),
@@ -78,7 +78,7 @@ def make_figure(
     candidate: Candidate | None = None,
     title: str = "",
 ) -> Figure:
-    """Return what `draw` draws as a matplotlib figure.
+    """Return what `draw_search` draws as a matplotlib figure.
 
     Raises:
         ValueError: matplotlib is not installed.

@@ -155,9 +155,9 @@ class SearchResult(Mapping[str, Any]):
         Raises:
             ValueError: Another kind of file, or matplotlib is not installed.
         """
-        from rope_patch.searching.result.plot import draw
+        from rope_patch.searching.result.plot import draw_search
 
-        draw(
+        draw_search(
             path,
             self.space,
             self.history,

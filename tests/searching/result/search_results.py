@@ -5,9 +5,8 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from rope_patch.rope_config import read_geometries
-from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.result.search_result import SearchResult
+import rope_patch
+from rope_patch.searching import Candidate, SearchResult
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-llama"
 
@@ -43,7 +42,7 @@ def history(pairs=16):
 
 def make_result(config_or_none=None, **changes):
     config = config_or_none or AutoConfig.from_pretrained(TINY)
-    geometry = list(read_geometries(config.get_text_config(decoder=True)).values())[-1]
+    geometry = list(rope_patch.diagnose(config).rotations.values())[-1].geometry
     pairs = geometry.rotary_dim // 2
     best = history(pairs)[-1]
     values = {

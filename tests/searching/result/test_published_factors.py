@@ -11,7 +11,7 @@ from helpers.tiny_models import make_config
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 import rope_patch
-from rope_patch.searching.result.published_factors import read_factors
+from rope_patch.searching import read_factors
 
 PUBLISHED = Path(__file__).parents[2] / "assets" / "longrope_published"
 FILES = sorted(path.stem for path in PUBLISHED.glob("*.csv"))
@@ -133,44 +133,50 @@ def test_numbers_are_read_in_every_layout(tmp_path, between, layers, ending):
     assert read_factors(file) == {"long_factor": numbers}
 
 
-def test_configs_with_longrope_are_read():
+LONG, SHORT = [1.5] * 3 + [9.0], [1.0] * 4
+STRETCHES = {"long_factor": LONG, "short_factor": SHORT}
+OUTER = {"original_max_position_embeddings": 2048, "max_position_embeddings": 8192}
+INNER = {"original_max_position_embeddings": 2048, "factor": 4.0, "attention_factor": 1.25}
+SIZES = {"factor": 4.0, "trained_length": 2048}
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        ({"rope_scaling": {"type": "su", **STRETCHES}, **OUTER}, SIZES),
+        ({"rope_scaling": {"type": "longrope", **STRETCHES}, **OUTER}, SIZES),
+        (
+            {"rope_parameters": {"rope_type": "longrope", **STRETCHES, **INNER}},
+            {**SIZES, "attention_factor": 1.25},
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "type": "longrope", **STRETCHES, "short_mscale": 1.3, "long_mscale": 1.3
+                },
+                **OUTER,
+            },
+            {**SIZES, "attention_factor": 1.3},
+        ),
+        ({"rope_scaling": {"type": "longrope", **STRETCHES}}, {}),
+        (
+            {
+                "text_config": {
+                    "rope_parameters": {
+                        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                        "full_attention": {"rope_type": "longrope", **STRETCHES, **INNER},
+                    }
+                }
+            },
+            {**SIZES, "attention_factor": 1.25, "layer_types": ["full_attention"]},
+        ),
+    ],
+)  # fmt: skip
+def test_configs_with_longrope_are_read(tmp_path, config, more):
     """The configs are Phi-3's by its authors and by transformers 4 and 5."""
-    long, short = [1.5] * 3 + [9.0], [1.0] * 4
-    outer = {"original_max_position_embeddings": 2048, "max_position_embeddings": 8192}
-    plain = {"long_factor": long, "short_factor": short}
-    expected = {**plain, "factor": 4.0, "trained_length": 2048}
-    assert factors_of_config(rope_scaling={"type": "su", **plain}, **outer) == expected
-    assert factors_of_config(rope_scaling={"type": "longrope", **plain}, **outer) == expected
-    inner = {"original_max_position_embeddings": 2048, "factor": 4.0, "attention_factor": 1.25}
-    assert factors_of_config(rope_parameters={"rope_type": "longrope", **plain, **inner}) == {
-        **expected,
-        "attention_factor": 1.25,
-    }
-    mscale = {"short_mscale": 1.3, "long_mscale": 1.3}
-    assert factors_of_config(rope_scaling={"type": "longrope", **plain, **mscale}, **outer) == {
-        **expected,
-        "attention_factor": 1.3,
-    }
-    layers = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "full_attention": {"rope_type": "longrope", **plain, **inner},
-    }
-    factors = factors_of_config(text_config={"rope_parameters": layers})
-    assert factors["layer_types"] == ["full_attention"]
-    assert factors_of_config(rope_scaling={"type": "longrope", **plain}) == plain
-
-
-def factors_of_config(**config):
-    with_file = Path(factors_of_config.folder) / "config.json"
-    with_file.write_text(json.dumps(config))
-    factors = read_factors(with_file)
-    assert read_factors(with_file.parent) == factors
-    return factors
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path_factory):
-    factors_of_config.folder = tmp_path_factory.mktemp("config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for place in (tmp_path, tmp_path / "config.json"):
+        assert read_factors(place) == {**STRETCHES, **more}
 
 
 def test_a_saved_phi3_config_patches_a_llama(tmp_path):
@@ -193,31 +199,31 @@ def test_a_saved_phi3_config_patches_a_llama(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "fact"),
     [
-        ("a.csv", "", "is empty"),
-        ("a.csv", "pair,factor\n0,1.0\n", "is no file of numbers"),
-        ("a.csv", "1,2,3\n1,2,4\n", "other stretches for layer 1 than for layer 0"),
-        ("a.csv", "1,2,3\n1,2\n", r"\(2 and 3 numbers\)"),
-        ("a.csv", "1,0,3\n", "above 0.*got 0 for pair 1"),
-        ("a.csv", "1,nan,3\n", "above 0.*got nan for pair 1"),
-        ("a.csv", "1,-2,3\n", "got -2 for pair 1"),
-        ("a.json", "{", "is not JSON"),
-        ("a.json", "[1, 2]", "holds no object"),
-        ("a.json", "{}", "no rope_scaling and no rope_parameters"),
-        ("a.json", '{"rope_scaling": {"type": "yarn", "factor": 4}}', "it names yarn"),
-        ("a.json", '{"rope_scaling": {"type": "longrope", "long_factor": [1]}}', "no short_factor"),
+        ("a.csv", "", "empty"),
+        ("a.csv", "pair,factor\n0,1.0\n", "no file of numbers"),
+        ("a.csv", "1,2,3\n1,2,4\n", "layer 1"),
+        ("a.csv", "1,2,3\n1,2\n", "3 and 2|2 and 3"),
+        ("a.csv", "1,0,3\n", "0 for pair 1"),
+        ("a.csv", "1,nan,3\n", "nan for pair 1"),
+        ("a.csv", "1,-2,3\n", "-2 for pair 1"),
+        ("a.json", "{", "not JSON"),
+        ("a.json", "[1, 2]", "no object"),
+        ("a.json", "{}", "rope_scaling"),
+        ("a.json", '{"rope_scaling": {"type": "yarn", "factor": 4}}', "yarn"),
+        ("a.json", '{"rope_scaling": {"type": "longrope", "long_factor": [1]}}', "short_factor"),
         (
             "a.json",
             '{"rope_scaling": {"type": "longrope", "long_factor": [1], "short_factor": [1], '
             '"short_mscale": 1.1, "long_mscale": 1.3}}',
-            "by 1.1 and 1.3 for short and long",
+            "1.1 and 1.3",
         ),
     ],
 )
-def test_other_files_are_refused_with_the_reason(tmp_path, name, content, message):
+def test_other_files_are_refused_with_the_reason(tmp_path, name, content, fact):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=fact):
         read_factors(tmp_path / name)
 
 

@@ -4,8 +4,7 @@ import math
 import random
 
 from rope_patch.geometry import Geometry
-from rope_patch.searching.candidates import SearchSpace
-from rope_patch.searching.strategies.registry import STRATEGIES
+from rope_patch.searching import STRATEGIES, SearchSpace
 
 GEOMETRIES = {
     "llama-2": Geometry(head_dim=128, theta=1e4, trained_length=4096),
@@ -63,3 +62,9 @@ def run(proposals, fitness):
 def proposals(name, model="tiny", budget=20, seed=1, **options):
     """Return a strategy's proposals on one of SPACES."""
     return STRATEGIES[name].propose(SPACES[model], budget, seed, **options)
+
+
+def scan(name, space):
+    """Return all candidates of a scan over critical pairs, by their pair, in their order."""
+    evaluations = run(STRATEGIES[name].propose(space, 99, 1), lambda candidate: 1.0)
+    return {float(each.origin.removeprefix("pair ")): each for each, _ in evaluations}

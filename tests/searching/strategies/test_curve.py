@@ -6,16 +6,12 @@ import math
 import sys
 
 import pytest
-from synthetic_fitness import GEOMETRIES, SPACES, Landscape, run
+from synthetic_fitness import GEOMETRIES, SPACES, Landscape, proposals, run, scan
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build
-from rope_patch.searching.candidates import Candidate, SearchSpace
-from rope_patch.searching.strategies import critical_dimension
-from rope_patch.searching.strategies.base import critical_dimensions
-from rope_patch.searching.strategies.curve import Curve, as_curve, bounds, initial_points, propose
-from rope_patch.searching.strategies.registry import STRATEGIES
-from rope_patch.searching.strategies.trust_region import TrustRegion
+from rope_patch.searching import Candidate, SearchSpace, TrustRegion
+from rope_patch.searching.strategies.curve import Curve, as_curve, bounds, initial_points
 
 optuna = pytest.importorskip("optuna")
 
@@ -53,15 +49,18 @@ def test_known_methods_are_curves(model, factor):
     assert yarn.attention_factor == pytest.approx(0.1 * math.log(factor) + 1, rel=1e-15)
     # The package's methods agree.
     for method in ("linear", "ntk", "yarn"):
-        candidate = Candidate("", method)
-        assert candidate.stretch(space) == stretches(as_curve(space, candidate), pairs)
+        assert_is_a_curve(space, method)
+
+
+def assert_is_a_curve(space, method):
+    candidate = Candidate("", method)
+    assert candidate.stretch(space) == stretches(as_curve(space, candidate), space.pairs)
 
 
 @models
 def test_yarn_with_another_critical_pair_is_a_curve(model):
     space = SPACES[model]
-    for pair in critical_dimensions(space):
-        candidate = critical_dimension.yarn_rcd(space, pair)
+    for pair, candidate in scan("yarn-rcd", space).items():
         curve = as_curve(space, candidate)
         assert curve.high == pytest.approx(pair, rel=1e-9)
         assert candidate.stretch(space) == stretches(curve, space.pairs)
@@ -69,14 +68,14 @@ def test_yarn_with_another_critical_pair_is_a_curve(model):
 
 def test_ntk_with_another_critical_pair_is_a_curve_up_to_that_pair():
     space = SPACES["llama-3"]
-    ntk = critical_dimension.ntk_rcd(space, 28).stretch(space)
-    curve = Curve(high=28, width=28, top=4.0, shape=0.0, attention_factor=1.0).stretch(64)
-    assert curve[:29] == pytest.approx(ntk[:29], rel=1e-12)
-    assert curve[29:] == pytest.approx([4.0] * 35, rel=1e-12)
+    ntk = scan("ntk-rcd", space)[29].stretch(space)
+    curve = Curve(high=29, width=29, top=4.0, shape=0.0, attention_factor=1.0).stretch(64)
+    assert curve[:30] == pytest.approx(ntk[:30], rel=1e-12)
+    assert curve[30:] == pytest.approx([4.0] * 34, rel=1e-12)
 
 
 def test_other_methods_are_refused_as_curves():
-    with pytest.raises(ValueError, match="expected linear, ntk or yarn, got llama3"):
+    with pytest.raises(ValueError, match="llama3"):
         as_curve(SPACES["llama-3"], Candidate("", "llama3"))
 
 
@@ -115,11 +114,11 @@ def test_forty_evaluations_beat_two_hundred_of_evolution(model, seed):
         "", "longrope", {"long_factor": [1.0] * space.pairs}
     ).attention_factor(space)
     fitness = Landscape(space, seed, attention_factor)
-    curve = [value for _, value in run(propose(space, 40, 1), fitness)]
+    curve = [value for _, value in run(proposals("curve", model, 40), fitness)]
     assert len(curve) == 40
     assert min(curve) < 0.5 * min(curve[:8])
     for name in ("longrope", "longrope2"):
-        evolved = [value for _, value in run(STRATEGIES[name].propose(space, 200, 1), fitness)]
+        evolved = [value for _, value in run(proposals(name, model, 200), fitness)]
         assert len(evolved) == 200
         assert min(curve) < min(evolved), name
 
@@ -129,14 +128,13 @@ def test_curves_may_start_from_running_frequencies():
     geometry = Geometry(head_dim=128, theta=5e5, trained_length=131072, base=tuple(base.tolist()))
     space = SearchSpace(geometry, 2.0)
     for method in ("linear", "ntk", "yarn"):
-        candidate = Candidate("", method)
-        assert candidate.stretch(space) == stretches(as_curve(space, candidate), 64)
+        assert_is_a_curve(space, method)
 
 
 def test_optuna_is_loaded_late_and_left_unchanged(capfd):
     optuna.logging.set_verbosity(optuna.logging.DEBUG)
     try:
-        run(propose(SPACES["tiny"], 10, 1), Landscape(SPACES["tiny"], 0))
+        run(proposals("curve", budget=10), Landscape(SPACES["tiny"], 0))
         assert optuna.logging.get_verbosity() == optuna.logging.DEBUG
     finally:
         optuna.logging.set_verbosity(optuna.logging.INFO)
@@ -148,7 +146,7 @@ def test_optuna_is_loaded_late_and_left_unchanged(capfd):
 def test_a_missing_optuna_is_an_error_before_the_first_candidate(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"pip install 'rope-patch\[search\]'"):
-        next(propose(SPACES["tiny"], 10, 1))
+        next(proposals("curve", budget=10))
 
 
 def test_the_region_shrinks_after_failures_and_grows_after_success():
