@@ -12,7 +12,7 @@ import rope_patch
 
 # Gemma3's windows are shorter than the prompts.
 MODELS = [("llama", name) for name in METHODS]
-MODELS += [("gemma3", name) for name in ("none", "yarn", "dynamic-yarn", "self-extend")]
+MODELS += [("gemma3", name) for name in ("none", "yarn", "dynamic-yarn")]
 
 
 @pytest.fixture(scope="module")
