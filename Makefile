@@ -30,7 +30,7 @@ SOURCES := setup.py README.md $(shell find rope_patch eval recipes \
 GROUPS := $(addprefix tests/,methods patching pretrained inference serving integrations architectures)
 # Those of the extras: evaluation, search, training.
 EXTRAS := $(addprefix tests/,cli/test_cli.py evaluation/test_compare_command.py \
-	evaluation/test_quantized_evaluation.py pretrained/test_adapters.py \
+	evaluation/test_other_models.py pretrained/test_adapters.py \
 	searching/test_search_command.py searching/strategies training/test_identity.py \
 	training/data/test_documents.py training/inspection/test_duplicates.py)
 # `--record FILE` writes what was run, for docs/compatibility.md.

@@ -13,7 +13,7 @@ from rope_patch.lab.report.headline import headline
 from rope_patch.lab.report.tables import length_table, published_table
 from rope_patch.lab.results import LOSS, RIGHT, LabResults
 from rope_patch.lab.settings import RECALL, TEXT
-from rope_patch.lab.statements import compare
+from rope_patch.lab.statements import check_statements
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results" / "lab"
@@ -30,7 +30,7 @@ _TASKS = {
 def build(page: str) -> str:
     """Return the page with the results below its mark."""
     results = LabResults.load(RESULTS / "report.json")
-    findings = compare(results)
+    findings = check_statements(results)
     parts = [headline(results, findings)]
     for task, (heading, quantity, name, alt) in _TASKS.items():
         if results.encodings_of(task):

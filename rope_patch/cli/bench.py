@@ -180,7 +180,7 @@ def bench(
 
     if out is not None:
         atomic_files.require_writable_file(out, "the results", folder_exists=False)
-    results = speed.bench(
+    results = speed.bench_methods(
         speed.SpeedRequest(
             model=model,
             methods=tuple(split_commas(",".join(method or []))),

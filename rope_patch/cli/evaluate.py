@@ -132,4 +132,4 @@ def evaluate(
     with requires_extra("evaluation needs", "eval"):
         from rope_patch.evaluation import vllm_commands
 
-    print("\n\n".join(vllm_commands.commands(engine, request)))
+    print("\n\n".join(vllm_commands.engine_commands(engine, request)))

@@ -44,11 +44,11 @@ def log_plan(request: EvalRequest, planned: Planned, trained_length: int) -> Non
         planned: The samples of each retrieval task and length.
         trained_length: Tokens.
     """
-    for sentence in sentences(request, planned, trained_length):
+    for sentence in plan_sentences(request, planned, trained_length):
         logger.info("plan: %s", sentence)
 
 
-def sentences(request: EvalRequest, planned: Planned, trained_length: int) -> list[str]:
+def plan_sentences(request: EvalRequest, planned: Planned, trained_length: int) -> list[str]:
     """Return what a run can decide by likelihood and by accuracy; nothing without retrieval tasks.
 
     Args:

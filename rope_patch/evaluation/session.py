@@ -132,7 +132,7 @@ class Session:
         self.weights = provenance.fingerprint(self.model)
         cache, config = request.folder / "cache", provenance.config_fingerprint(self.model.config)
         self._other_config = self.processes.run_on_main(
-            lambda: _other_config(cache, self.weights, config)
+            lambda: find_other_config(cache, self.weights, config)
         )
         self.answers = AnswerStore(cache, self.processes.rank, self.processes.size)
         self.continued = len(self.answers) > 0
@@ -261,7 +261,7 @@ class Session:
             "dtype": str(self.model.dtype),
             "device": self.model.device.type,
             "attention": attention_implementation(self.model.config),
-            "rotation": None if handle is None else _rotation_identity(handle, length, end),
+            "rotation": None if handle is None else rotation_identity(handle, length, end),
             "trained_length": self.trained_length,
             "versions": provenance.versions(),
             # Only where there is one, so that earlier runs' answers keep their keys.
@@ -270,7 +270,7 @@ class Session:
         }
 
 
-def _other_config(folder: Path, weights: str, config: str) -> str | None:
+def find_other_config(folder: Path, weights: str, config: str) -> str | None:
     """Return a config's fingerprint unless it is the first one that a folder saw with some weights.
 
     Weights do not say what rotates them: the same ones under a config that was edited (another
@@ -319,7 +319,7 @@ def _label(handle: Patch | EncodingPatch | None) -> str:
     return BASELINE if handle is None else str(handle.method)
 
 
-def _rotation_identity(handle: Patch | EncodingPatch, length: int, end: int) -> Any:
+def rotation_identity(handle: Patch | EncodingPatch, length: int, end: int) -> Any:
     """Return what rotates a sequence; None for the model's own rotation."""
     if isinstance(handle, EncodingPatch):
         return encoding_identity(handle)

@@ -41,7 +41,7 @@ _TRANSFORMERS_ONLY = {
 _ALTERNATIVE = "evaluate it with transformers (leave --engine out)"
 
 
-def commands(engine: str, request: EvalRequest) -> list[str]:
+def engine_commands(engine: str, request: EvalRequest) -> list[str]:
     """Return shell commands that run a request's tasks on another engine, through lm-eval.
 
     The model's weights are not read. Each method becomes a config (`hf_overrides`), each length a

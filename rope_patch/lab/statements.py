@@ -83,7 +83,7 @@ def verdict(difference: Interval, bound: float) -> str:
     return DISAGREES if difference.low > bound else UNCLEAR
 
 
-def compare(results: LabResults) -> list[Finding]:
+def check_statements(results: LabResults) -> list[Finding]:
     """Return what a run says to each published statement."""
     findings = []
     for statement in STATEMENTS:

@@ -12,11 +12,21 @@ from rope_patch.pictures import (  # noqa: F401 (they register pictures)
     tables,
 )
 from rope_patch.pictures.picture import PICTURES, PictureOptions, make_picture
+from rope_patch.utils.front import front
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PICTURES", "PictureOptions", "make_picture", "picture"]
+_lazy, __getattr__, __dir__ = front(
+    __name__,
+    {
+        "attention": "dog_outputs",
+        "biases": "BIASES",
+        "encoding_tables": "ENCODINGS",
+        "panels": "Curves Dials HeatMap",
+    },
+)
+__all__ = ["PICTURES", "PictureOptions", "make_picture", "picture", *_lazy]
 
 
 def picture(name: str, **options: Any) -> Figure:

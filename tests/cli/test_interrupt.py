@@ -55,7 +55,7 @@ def test_interrupt_during_imports_is_one_line():
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("rope_patch.evaluation.measures.speed.bench", ["bench", TINY, "--method", "none"]),
+        ("rope_patch.evaluation.measures.speed.bench_methods", ["bench", TINY, "--method", "none"]),
         ("rope_patch.benchmarks.kernels.benchmark.bench", ["bench"]),
         ("rope_patch.diagnosing.pipeline.diagnose_subject", ["diagnose", TINY]),
         ("rope_patch.exporting.export", ["export", TINY, "--engine", "vllm"]),

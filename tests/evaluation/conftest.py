@@ -1,12 +1,18 @@
-"""Models and a tokenizer for the tests of the language model."""
+"""Models and a tokenizer for the tests of the language model, and figures that are not drawn."""
+
+from functools import partial
 
 import pytest
+from helpers.report_results import leave_undrawn
 from helpers.tiny_models import make_model
 from language_models import METHODS, TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch.inference import prefix_reader
+
+# Gemma3's windows are shorter than the prompts.
+MODELS = [("llama", name) for name in METHODS]
+MODELS += [("gemma3", name) for name in ("none", "yarn", "dynamic-yarn")]
 
 
 @pytest.fixture(scope="module")
@@ -19,26 +25,41 @@ def trained_llama():
     return AutoModelForCausalLM.from_pretrained(TINY)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
-def base_model(request):
-    """Return a model of trained length 64; Gemma3's windows are shorter than the prompt."""
-    return make_model(request.param, vocab_size=512)
-
-
 @pytest.fixture
 def llama():
+    """Return a model of trained length 64."""
     return make_model("llama", vocab_size=512)
 
 
-@pytest.fixture(params=METHODS)
-def model(request, base_model):
-    if request.param == "none":
-        yield base_model
-        return
-    with rope_patch.patch(base_model, **METHODS[request.param]):
-        yield base_model
+@pytest.fixture(params=MODELS, ids="-".join)
+def model(request):
+    """Return a model of trained length 64 with a method."""
+    family, name = request.param
+    model = make_model(family, vocab_size=512)
+    if METHODS[name]:
+        rope_patch.patch(model, **METHODS[name])
+    return model
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(prefix_reader, "_CHUNK", 32)
+    monkeypatch.setattr("rope_patch.inference.prefix_reader._CHUNK", 32)
+
+
+@pytest.fixture
+def batch_up_to(monkeypatch):
+    """Return a function that sets up to how many tokens questions are read in batches."""
+    return partial(monkeypatch.setattr, "rope_patch.evaluation.language_model.BATCHABLE_TOKENS")
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    leave_undrawn(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def never_drawn():
+    """Leave the figures of a module's evaluations undrawn, also in fixtures."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        leave_undrawn(monkeypatch)
+        yield

@@ -6,7 +6,7 @@ import torch
 from lm_eval.api.instance import Instance
 
 import rope_patch
-from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.evaluation import LongContextLM
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 CONTEXT = "It is a truth universally acknowledged, that a single man in possession of a fortune"
@@ -44,6 +44,13 @@ def instances(request_type, arguments, docs=None):
 
 def ask(lm, request_type, arguments, docs=None):
     return getattr(lm, request_type)(instances(request_type, arguments, docs), disable_tqdm=True)
+
+
+def record_inputs(model):
+    """Return a list that gets the shape of each input's tokens."""
+    shapes = []
+    model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    return shapes
 
 
 def sample(target=TARGET, answers=(TARGET,), number=0):

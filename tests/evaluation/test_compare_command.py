@@ -1,30 +1,42 @@
-"""Test the commands eval, compare and report: output, exit status and files."""
+"""Test the commands eval, compare and report, and the functions of these names."""
 
 import json
 
 import pytest
 import torch
-from helpers.commands import run_in_new_process, run_in_this_process
+from helpers.commands import run_in_this_process
 from helpers.evaluations import TINY
+from helpers.tiny_models import make_model
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import rope_patch
 
-SMALL_OPTIONS = [
-    "--lengths",
-    "352",
-    "--samples",
-    "2",
-    "--tasks",
-    "rp_niah_single_2_ll,perplexity,rp_short_cloze",
-]
+pytestmark = pytest.mark.usefixtures("never_drawn")
+
+SMALL = ["--lengths", "352", "--samples", "2", "--profile", "quick"]
+SMALL += ["--tasks", "rp_niah_single_2_ll,perplexity,rp_short_cloze"]
+
+
+def results_in(folder):
+    return json.loads((folder / "report.json").read_text())
+
+
+def check_refused(words, fact):
+    """Check that a command ends with one line that names a fact."""
+    status, out, err = run_in_this_process(*words)
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1].startswith("error: ")
+    assert fact in err
 
 
 @pytest.fixture(scope="module")
 def compare_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared") / "out"
-    arguments = ["--method", "yarn,none", "--factor", "2", *SMALL_OPTIONS, "--profile", "quick"]
-    return folder, run_in_new_process("compare", TINY, *arguments, "--out", str(folder))
+    words = ["compare", TINY, "--method", "yarn,none", "--factor", "2", *SMALL, "--out", folder]
+    return folder, run_in_this_process(*words)
+
+
+# -- commands --------------------------------------------------------------------------------------
 
 
 def test_compare_measures_the_plain_model_first_and_prints_the_report_path(compare_run):
@@ -32,31 +44,23 @@ def test_compare_measures_the_plain_model_first_and_prints_the_report_path(compa
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith(f"\n\n{folder / 'report.html'}\n")
     assert "Methods, best first by " in result.stdout
-    results = json.loads((folder / "report.json").read_text())
+    results = results_in(folder)
     assert [m["label"] for m in results["methods"]] == ["none", "yarn ×2"]
     assert [entry["task"] for entry in results["control"]] == ["rp_niah_single_2_ll"]
     assert results["run"]["command"].startswith(f"rope-patch compare {TINY} --method yarn,none")
     assert "1 of 2 methods done" in result.stderr
-    first = result.stderr.splitlines()[0]
-    assert first.startswith("plan: this run cannot decide which method is better: it has 2 texts")
+    assert result.stderr.startswith("plan: ")
+    assert "2 texts" in result.stderr.splitlines()[0]
 
 
 def test_report_is_rebuilt_from_stored_results(compare_run, tmp_path):
     folder, _ = compare_run
     status, out, err = run_in_this_process("report", folder, "--out", tmp_path / "again")
     assert (status, err) == (0, "")
-    report_folder = tmp_path / "again"
-    assert out.endswith(f"\n\n{report_folder / 'report.html'}\n")
+    assert out.endswith(f"\n\n{tmp_path / 'again' / 'report.html'}\n")
     assert "Methods, best first by " in out
     for name in ("report.json", "report.md"):
-        assert (report_folder / name).read_text() == (folder / name).read_text()
-
-
-def test_report_of_several_runs_needs_an_output_folder(compare_run):
-    folder, _ = compare_run
-    status, out, err = run_in_this_process("report", folder, folder)
-    assert (status, out) == (2, "")
-    assert "give --out FOLDER" in err
+        assert (tmp_path / "again" / name).read_text() == (folder / name).read_text()
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +74,8 @@ def trained_run(tmp_path_factory):
             weight.mul_(1 + 0.01 * torch.randn(weight.shape, generator=generator))
     model.save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder / "model")
-    arguments = ["--method", "none", *SMALL_OPTIONS, "--profile", "quick"]
-    run = ("compare", folder / "model", *arguments, "--out", folder / "lr=1e-5")
-    status, _, err = run_in_this_process(*run)
+    words = ("compare", folder / "model", "--method", "none", *SMALL, "--out", folder / "lr=1e-5")
+    status, _, err = run_in_this_process(*words)
     assert status == 0, err
     return folder / "lr=1e-5"
 
@@ -80,13 +83,11 @@ def trained_run(tmp_path_factory):
 @pytest.mark.parametrize(("prefix", "label"), [("tuned=", "tuned"), ("", "lr=1e-5")])
 def test_a_trained_model_is_a_further_method(compare_run, trained_run, tmp_path, prefix, label):
     folder, _ = compare_run
-    arguments = ["report", folder, "--trained", f"{prefix}{trained_run}"]
-    status, out, err = run_in_this_process(*arguments, "--out", tmp_path)
+    words = ["report", folder, "--trained", f"{prefix}{trained_run}", "--out", tmp_path]
+    status, out, err = run_in_this_process(*words)
     assert (status, err) == (0, "")
     assert f"{label} " in out
-    before, own, both = (
-        json.loads((run / "report.json").read_text()) for run in (folder, trained_run, tmp_path)
-    )
+    before, own, both = map(results_in, (folder, trained_run, tmp_path))
     assert [m["label"] for m in both["methods"]] == ["none", "yarn ×2", label]
     (own_label,) = (m["label"] for m in own["methods"])
     for kind in ("retrieval", "short"):
@@ -96,109 +97,137 @@ def test_a_trained_model_is_a_further_method(compare_run, trained_run, tmp_path,
             assert task["samples"][label] != task["samples"]["yarn ×2"]
 
 
-def test_trained_models_of_other_questions_are_refused(compare_run, trained_run, tmp_path):
+def test_reports_of_other_questions_or_without_a_folder_are_refused(
+    compare_run, trained_run, tmp_path
+):
     folder, _ = compare_run
-    for arguments, reason in [
-        ([folder, "--trained", trained_run], "give --out FOLDER"),
-        ([folder, "--trained", f"none={trained_run}", "--out", tmp_path], "'none' is the label of"),
-        ([folder, trained_run, "--trained", trained_run, "--out", tmp_path], "got 2 kinds of runs"),
+    for words, fact in [
+        ([folder, folder], "--out FOLDER"),
+        ([folder, "--trained", trained_run], "--out FOLDER"),
+        ([folder, "--trained", f"none={trained_run}", "--out", tmp_path], "'none'"),
+        ([folder, trained_run, "--trained", trained_run, "--out", tmp_path], "2 kinds of runs"),
         ([folder, "--trained", tmp_path / "no", "--out", tmp_path], "there is no"),
     ]:
-        status, out, err = run_in_this_process("report", *arguments)
-        assert (status, out) == (2, "")
-        assert err.startswith("error: ")
-        assert reason in err
+        check_refused(["report", *words], fact)
     assert not list(tmp_path.iterdir())
 
 
 def test_changed_and_foreign_results_are_refused(compare_run, tmp_path):
     folder, _ = compare_run
     text = (folder / "report.json").read_text()
-    for content, reason in [
-        (text.replace('"seed": 42', '"seed": 43'), "was changed after it was written"),
+    for content, fact in [
+        (text.replace('"seed": 42', '"seed": 43'), "was changed"),
         ("{}", "is not a report"),
         ("{", "is not JSON"),
     ]:
         (tmp_path / "report.json").write_text(content)
-        status, out, err = run_in_this_process("report", tmp_path)
-        assert (status, out) == (2, "")
-        assert err.startswith("error: ")
-        assert reason in err
+        check_refused(["report", tmp_path], fact)
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "exactly one of --factor and --length, got neither"),
-        (["--method", "yran", "--factor", "2"], "did you mean 'yarn'"),
-        (["--factor", "2", "--option", "no_such=1"], "has the option 'no_such'"),
-    ],
-)
-def test_bad_methods_fail_with_one_line_before_the_model_is_read(tmp_path, arguments, message):
-    status, out, err = run_in_this_process("compare", TINY, *arguments, "--out", tmp_path / "new")
-    assert (status, out) == (2, "")
-    (line,) = err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-    assert not list(tmp_path.iterdir())
-
-
 def test_json_option_prints_only_json_to_stdout(tmp_path):
-    arguments = ["--method", "none,none", "--lengths", "128", "--tasks", "perplexity", "--json"]
-    arguments += ["--control-context", "100", "--out", tmp_path]
-    status, out, _ = run_in_this_process("eval", TINY, *arguments)
+    words = ["--method", "none,none", "--lengths", "128", "--tasks", "perplexity", "--json"]
+    words += ["--control-context", "100", "--out", tmp_path]
+    status, out, _ = run_in_this_process("eval", TINY, *words)
     assert status == 0
-    assert json.loads(out) == json.loads((tmp_path / "report.json").read_text())
+    assert json.loads(out) == results_in(tmp_path)
     assert len(json.loads(out)["methods"]) == 1
 
 
-def test_exit_status_is_2_if_every_sample_fails(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "status", "fact"),
+    [
+        (RuntimeError("boom"), 2, "error: not one of 3 samples could be answered"),
+        (KeyboardInterrupt(), 130, "the same command continues from here"),
+    ],
+)
+def test_exit_status_if_every_sample_fails_or_ctrl_c_is_typed(
+    tmp_path, monkeypatch, error, status, fact
+):
     def fail(*_, **__):
-        raise RuntimeError("boom")
+        raise error
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
-    arguments = ["--method", "none", "--lengths", "352", "--tasks", "rp_niah_single_2_ll"]
-    status, out, err = run_in_this_process("eval", TINY, *arguments, "--out", tmp_path)
-    assert (status, out) == (2, "")
-    assert "error: not one of 3 samples could be answered: RuntimeError: boom" in err
-
-
-def test_interrupt_prints_how_to_continue(tmp_path, monkeypatch):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", stop)
-    arguments = ["--method", "none", "--lengths", "352", "--tasks", "rp_niah_single_2_ll"]
-    status, out, err = run_in_this_process("eval", TINY, *arguments, "--out", tmp_path)
-    assert (status, out) == (130, "")
-    assert "the same command continues from here" in err
+    words = ["--method", "none", "--lengths", "352", "--tasks", "rp_niah_single_2_ll"]
+    result = run_in_this_process("eval", TINY, *words, "--out", tmp_path)
+    assert (result.returncode, result.stdout) == (status, "")
+    assert fact in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "fact"),
     [
-        (
-            ["eval", TINY, "--method", "none", "--lengths", "12,x"],
-            "--lengths must be whole numbers",
-        ),
-        (["eval", TINY, "--method", "none", "--depths", "-1"], "--depths must be whole numbers"),
+        (["eval", TINY, "--method", "none", "--lengths", "12,x"], "--lengths"),
+        (["eval", TINY, "--method", "none", "--depths", "-1"], "--depths"),
         (["eval", TINY, "--method", "none", "--tasks", ","], "at least one task"),
-        (["eval", TINY, "--method", "none", "--option", "x"], "--option takes KEY=VALUE"),
-        (["compare", TINY, "--factor", "2", "--profile", "fast"], "unknown profile 'fast'"),
+        (["eval", TINY, "--method", "none", "--option", "x"], "KEY=VALUE"),
+        (["compare", TINY], "exactly one of --factor and --length"),
+        (["compare", TINY, "--method", "yran", "--factor", "2"], "'yarn'"),
         (["compare", TINY, "--methods", "yran", "--factor", "2", "--profile", "quick"], "'yarn'"),
+        (["compare", TINY, "--factor", "2", "--option", "no_such=1"], "'no_such'"),
+        (["compare", TINY, "--factor", "2", "--profile", "fast"], "'fast'"),
         (["compare", "/no/such", "--factor", "2", "--profile", "quick"], "no such folder"),
-        (
-            ["compare", TINY, "--factor=2", "--tasks=perplexity", "--until-decided"],
-            "expected a retrieval task, got perplexity",
-        ),
+        (["compare", TINY, "--factor=2", "--tasks=perplexity", "--until-decided"], "perplexity"),
         (["report", "/no/such/run"], "/no/such/run"),
     ],
 )
-def test_bad_input_is_one_error_line(tmp_path, monkeypatch, arguments, message):
+def test_bad_input_is_one_error_line_and_writes_nothing(tmp_path, monkeypatch, words, fact):
     monkeypatch.chdir(tmp_path)
-    status, out, err = run_in_this_process(*arguments)
-    assert (status, out) == (2, "")
-    assert err.splitlines()[-1].startswith("error: ")
-    assert message in err
+    check_refused(words, fact)
     assert not list(tmp_path.iterdir())
+
+
+# -- functions -------------------------------------------------------------------------------------
+
+OPTIONS = {"factor": 2, "lengths": [256, 400], "tasks": ["rp_recall_ll"], "documents": 1}
+WORDS = ["--factor", 2, "--lengths", "256,400", "--tasks", "rp_recall_ll", "--documents", 1]
+
+
+def test_evaluate_measures_what_the_command_measures_and_reads_as_its_report(tmp_path):
+    shown = []
+    few = {"out": tmp_path / "a", "show": shown.append, "samples": 4}
+    done = rope_patch.evaluate(TINY, ["none", "yarn"], **OPTIONS, **few)
+    words = ["eval", TINY, "--method", "none,yarn", *WORDS, "--samples", 4, "--out", tmp_path / "b"]
+    assert run_in_this_process(*words).returncode == 0
+    expected, got = results_in(tmp_path / "b"), results_in(done.folder)
+    for part in ("methods", "retrieval", "control"):
+        assert got[part] == expected[part]
+    assert got["run"].keys() == expected["run"].keys()
+    assert done.verdict in (done.folder / "report.md").read_text().replace("\n", " ")
+    assert shown == [str(done)] == [done.overview]
+    assert "yarn" in done.overview
+    assert done.report.is_file()
+    assert all(path.read_bytes()[1:4] == b"PNG" for path in done.figures.values())
+    assert "answers" in done.figures
+    html = done._repr_html_()
+    assert html.startswith("<div><strong>")
+    assert "yarn" in html
+
+
+def test_compare_takes_what_is_left_out_from_the_profile(tmp_path):
+    done = rope_patch.compare(TINY, ["linear"], profile="quick", out=tmp_path / "a", **OPTIONS)
+    words = ["compare", TINY, "--method", "linear", *WORDS, "--profile", "quick"]
+    assert run_in_this_process(*words, "--out", tmp_path / "b").returncode == 0
+    expected, got = results_in(tmp_path / "b"), results_in(done.folder)
+    assert [m["label"] for m in got["methods"]] == [m["label"] for m in expected["methods"]]
+    for part in ("retrieval", "control"):
+        assert got[part] == expected[part]
+    assert len(expected["retrieval"][0]["samples"]["none"]) == 2 * 10  # of quick, at two lengths
+
+
+@pytest.mark.parametrize("function", [rope_patch.evaluate, rope_patch.compare])
+@pytest.mark.parametrize(
+    ("model", "arguments", "error", "fact"),
+    [
+        (make_model, {}, TypeError, r"LlamaForCausalLM.*rope_patch\.save"),
+        (None, {"methods": ["yarn"], "factor": 2, "sample": 4}, TypeError, "'samples'"),
+        (None, {"methods": "yarn", "factor": 2}, ValueError, r"\['yarn'\]"),
+        (None, {"methods": ["yarm"], "factor": 2}, ValueError, "'yarm'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_written(
+    function, tmp_path, model, arguments, error, fact
+):
+    with pytest.raises(error, match=fact):
+        function(TINY if model is None else model(), out=tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()

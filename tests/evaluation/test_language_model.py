@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from helpers.tiny_models import make_model
 from language_models import (
     CONTEXT,
     LONG,
@@ -13,17 +14,29 @@ from language_models import (
     encode_pair,
     generate_greedily,
     lm_for,
+    record_inputs,
     sample,
     score_in_one_pass,
 )
 from lm_eval.models.huggingface import HFLM
 
 import rope_patch
-from rope_patch.evaluation import answerer, language_model
 from rope_patch.inference.answers import AnswerStore
 from rope_patch.tasks import scoring
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
+UNSTOPPED = SETTINGS | {"until": []}
+
+
+def first_line(tokenizer, ids):
+    return tokenizer.decode(ids, skip_special_tokens=True).split("\n")[0]
+
+
+def answers_of(responses):
+    return [(str(response), response.target_log_likelihood) for response in responses]
+
+
+# -- generation ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("repeats", [1, 3])  # within the trained length, and beyond
@@ -31,29 +44,22 @@ def test_generation_equals_that_of_transformers(model, tokenizer, repeats):
     contexts = [" ".join([CONTEXT] * repeats), " ".join([CONTEXT] * repeats) + " has"]
     got = ask(lm_for(model, tokenizer), "generate_until", [(c, SETTINGS) for c in contexts])
     for context, text in zip(contexts, got, strict=True):
-        expected_ids = generate_greedily(
-            model, tokenizer(context).input_ids, SETTINGS["max_gen_toks"]
-        )
-        assert str(text) == tokenizer.decode(expected_ids, skip_special_tokens=True).split("\n")[0]
-        assert text.error is None
-        assert text.target_log_likelihood is None
+        ids = tokenizer(context).input_ids
+        expected_ids = generate_greedily(model, ids, SETTINGS["max_gen_toks"])
+        assert str(text) == first_line(tokenizer, expected_ids)
+        assert (text.error, text.target_log_likelihood) == (None, None)
 
 
 def test_a_prompt_one_token_past_the_trained_length_is_rotated_for_its_length(
     trained_llama, tokenizer
 ):
     """The cache holds all tokens but the last one: exactly the trained length."""
-    words = CONTEXT.split()
-    with rope_patch.patch(trained_llama, "dynamic-yarn"):
-        for cut in range(400):
-            context = " ".join((words * 30)[: 80 + cut])
-            if len(ids := tokenizer(context).input_ids) >= 257:
-                break
-        trained_length = len(ids) - 1
-    with rope_patch.patch(trained_llama, "dynamic-yarn", trained_length=trained_length):
+    context = " ".join((CONTEXT.split() * 30)[:160])
+    ids = tokenizer(context).input_ids
+    with rope_patch.patch(trained_llama, "dynamic-yarn", trained_length=len(ids) - 1):
         (got,) = ask(lm_for(trained_llama, tokenizer), "generate_until", [(context, SETTINGS)])
         expected_ids = generate_greedily(trained_llama, ids, SETTINGS["max_gen_toks"])
-    assert str(got) == tokenizer.decode(expected_ids, skip_special_tokens=True).split("\n")[0]
+    assert str(got) == first_line(tokenizer, expected_ids)
 
 
 def test_generation_ends_at_the_end_of_sequence(llama, tokenizer):
@@ -62,23 +68,17 @@ def test_generation_ends_at_the_end_of_sequence(llama, tokenizer):
     expected = tokenizer.decode(greedy_ids[: greedy_ids.index(eos_token)], skip_special_tokens=True)
     for eos_token_id in (eos_token, [511, eos_token]):
         llama.generation_config.eos_token_id = eos_token_id
-        (got,) = ask(
-            lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS | {"until": []})]
-        )
+        (got,) = ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, UNSTOPPED)])
         assert str(got) == expected
 
 
-@pytest.mark.parametrize("single", [True, False])
-def test_generation_ends_before_the_first_stop(llama, tokenizer, single):
-    (full_text,) = ask(
-        lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS | {"until": []})]
-    )
+def test_generation_ends_before_the_first_stop(llama, tokenizer):
+    (full_text,) = ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, UNSTOPPED)])
     stop = full_text[5:8]
-    until = stop if single else ["\u2603", stop]
-    (got,) = ask(
-        lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS | {"until": until})]
-    )
-    assert str(got) == full_text.split(stop)[0]
+    for until in (stop, ["\u2603", stop]):
+        settings = SETTINGS | {"until": until}
+        (got,) = ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, settings)])
+        assert str(got) == full_text.split(stop)[0]
 
 
 def force_text(llama, tokenizer, text):
@@ -126,37 +126,30 @@ def test_stopping_early_changes_no_score(llama, tokenizer, text, answers, score)
 
 
 def test_generation_stops_early_once_the_answer_is_there(llama, tokenizer):
-    hook, decode_steps = force_text(llama, tokenizer, "1234567 and so on" + " word" * 60)
+    _, decode_steps = force_text(llama, tokenizer, "1234567 and so on" + " word" * 60)
     ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS)], [sample()])
-    hook.remove()
     assert len(decode_steps) < 16
 
 
 @pytest.mark.parametrize("sampling_settings", [{"do_sample": True}, {"temperature": 0.7}])
 def test_tasks_that_sample_are_refused(llama, tokenizer, sampling_settings):
     settings = {"max_gen_toks": 4, "until": [], **sampling_settings}
-    with pytest.raises(ValueError, match=r"task wants to sample.* set do_sample: false"):
+    with pytest.raises(ValueError, match="do_sample: false"):
         ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, settings)])
 
 
-def test_a_temperature_without_sampling_is_greedy(llama, tokenizer):
-    """transformers ignores the temperature, too."""
-    settings = SETTINGS | {"temperature": 0.7}
-    got = [
-        ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, s)])
-        for s in (SETTINGS, settings)
-    ]
-    assert got[0] == got[1]
+def test_a_temperature_without_sampling_is_greedy_as_in_transformers(llama, tokenizer):
+    lm = lm_for(llama, tokenizer)
+    greedy = ask(lm, "generate_until", [(CONTEXT, SETTINGS)])
+    assert ask(lm, "generate_until", [(CONTEXT, SETTINGS | {"temperature": 0.7})]) == greedy
 
 
 def test_columns_of_other_tasks_are_ignored(llama, tokenizer):
     """Many tasks of lm-eval have a column `target`."""
-    settings = SETTINGS | {"until": []}
-    (plain,) = ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, settings)], [{"q": 1}])
+    (plain,) = ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, UNSTOPPED)], [{"q": 1}])
     for doc in ({"target": "x"}, {"target": ["x"], "answers": plain[:2]}, "a string"):
-        (got,) = ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, settings)], [doc])
-        assert str(got) == plain
-        assert got.target_log_likelihood is None
+        (got,) = ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, UNSTOPPED)], [doc])
+        assert answers_of([got]) == [(plain, None)]
 
 
 # -- likelihoods -----------------------------------------------------------------------------------
@@ -181,111 +174,91 @@ def questions():
     return pairs + [(context, " must") for context in contexts[4:]]
 
 
-@pytest.mark.parametrize("short", [0, 10**6], ids=["alone", "in batches"])
-def test_likelihoods_equal_those_of_one_pass(model, tokenizer, monkeypatch, short):
-    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
+def check_likelihoods(model, tokenizer):
     got = ask(lm_for(model, tokenizer), "loglikelihood", questions())
-    for (context, continuation), (log_likelihood, is_greedy) in zip(questions(), got, strict=True):
-        expected = score_in_one_pass(model, *encode_pair(tokenizer, context, continuation))
-        assert log_likelihood == pytest.approx(expected[0], abs=1e-4)
-        assert is_greedy == expected[1]
+    for question, (log_likelihood, is_greedy) in zip(questions(), got, strict=True):
+        expected = score_in_one_pass(model, *encode_pair(tokenizer, *question))
+        assert (log_likelihood, is_greedy) == (pytest.approx(expected[0], abs=1e-4), expected[1])
+
+
+@pytest.mark.parametrize("short", [0, 10**6], ids=["alone", "in batches"])
+def test_likelihoods_equal_those_of_one_pass(model, tokenizer, batch_up_to, short):
+    batch_up_to(short)
+    check_likelihoods(model, tokenizer)
 
 
 @pytest.mark.parametrize("short", [0, 10**6], ids=["alone", "in batches"])
 @pytest.mark.parametrize("method", ["dynamic-yarn", "mixed-yarn"])
 def test_likelihoods_are_right_on_both_sides_of_the_trained_length(
-    base_model, tokenizer, monkeypatch, method, short
+    llama, tokenizer, batch_up_to, method, short
 ):
     """One prompt's continuations end on both sides of the trained length, in one batch."""
-    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
-    ids = tokenizer(CONTEXT).input_ids
+    batch_up_to(short)
+    trained_length = len(tokenizer(CONTEXT).input_ids) + 4
+    lengths = [sum(map(len, encode_pair(tokenizer, *question))) for question in questions()]
+    assert min(lengths) < trained_length < max(lengths[:3])
     options = {"factor": 4} if method == "mixed-yarn" else {}
-    with rope_patch.patch(base_model, method, trained_length=len(ids) + 4, **options):
-        got = ask(lm_for(base_model, tokenizer), "loglikelihood", questions())
-        lengths = [sum(map(len, encode_pair(tokenizer, *question))) for question in questions()]
-        assert min(lengths) < len(ids) + 4 < max(lengths[:3])
-        for question, (log_likelihood, _) in zip(questions(), got, strict=True):
-            expected, _ = score_in_one_pass(base_model, *encode_pair(tokenizer, *question))
-            assert log_likelihood == pytest.approx(expected, abs=1e-4)
+    rope_patch.patch(llama, method, trained_length=trained_length, **options)
+    check_likelihoods(llama, tokenizer)
 
 
-def test_greedy_continuations_are_recognised(llama, tokenizer, monkeypatch):
-    for short in (0, 512):
-        monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
-        lm = lm_for(llama, tokenizer)
-        ids = tokenizer(CONTEXT).input_ids
-        greedy_ids = generate_greedily(llama, ids, 3)
-        got = lm._loglikelihood_tokens(
-            [
-                (("", ""), ids, greedy_ids),
-                (("", ""), ids, [*greedy_ids[:2], (greedy_ids[2] + 1) % 512]),
-            ]
-        )
-        assert [is_greedy for _, is_greedy in got] == [True, False]
+@pytest.mark.parametrize("short", [0, 512])
+def test_greedy_continuations_are_recognised(llama, tokenizer, batch_up_to, short):
+    batch_up_to(short)
+    ids = tokenizer(CONTEXT).input_ids
+    greedy_ids = generate_greedily(llama, ids, 3)
+    other_ids = [*greedy_ids[:2], (greedy_ids[2] + 1) % 512]
+    got = lm_for(llama, tokenizer)._loglikelihood_tokens(
+        [(("", ""), ids, continuation) for continuation in (greedy_ids, other_ids)]
+    )
+    assert [is_greedy for _, is_greedy in got] == [True, False]
 
 
-def test_likelihoods_equal_those_of_hflm(base_model, tokenizer):
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_likelihoods_equal_those_of_hflm(family, tokenizer):
+    model = make_model(family, vocab_size=512)
     arguments = [(CONTEXT, f" {TARGET}"), ("", CONTEXT)]
-    ours = ask(lm_for(base_model, tokenizer), "loglikelihood", arguments)
-    expected = ask(HFLM(pretrained=base_model, tokenizer=tokenizer), "loglikelihood", arguments)
+    ours = ask(lm_for(model, tokenizer), "loglikelihood", arguments)
+    expected = ask(HFLM(pretrained=model, tokenizer=tokenizer), "loglikelihood", arguments)
     assert [a for a, _ in ours] == pytest.approx([a for a, _ in expected], abs=1e-3)
     assert [b for _, b in ours] == [b for _, b in expected]
 
 
-# -- computed tokens, stored answers, refusals -----------------------------------------------------
+# -- questions on one text -------------------------------------------------------------------------
 
 
-def test_only_needed_logits_are_computed(llama, tokenizer, monkeypatch):
-    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
-    shapes = []
-    llama.lm_head.register_forward_hook(lambda _, __, out: shapes.append(out.shape[1]))
-    lm = lm_for(llama, tokenizer)
-    ask(lm, "loglikelihood", [(CONTEXT * 3, f" {TARGET}")])
-    ask(lm, "generate_until", [(CONTEXT * 3, SETTINGS)], [sample()])
-    assert max(shapes) < 12
+def questions_on_one_text():
+    """Return prompts with a common beginning and ends of different lengths, and their samples."""
+    ends = ("one", "two of the many", "three", "four and five and six")
+    return [(f"{LONG} {end}", SETTINGS) for end in ends], [sample(number=i) for i in range(4)]
 
 
 def test_shared_prefixes_are_read_once_and_change_no_answer(model, tokenizer):
     settings = SETTINGS | {"max_gen_toks": 12}
     arguments = [(f"{LONG} {end}", settings) for end in ("one", "two", "three")]
-    shared, alone = lm_for(model, tokenizer), lm_for(model, tokenizer, share=False)
+    shared, unshared = lm_for(model, tokenizer), lm_for(model, tokenizer, share=False)
     docs = [sample(number=i) for i in range(3)]
-    answers = [ask(lm, "generate_until", arguments, docs) for lm in (shared, alone)]
-    numbers = [[(str(r), r.target_log_likelihood) for r in responses] for responses in answers]
-    assert numbers[0] == numbers[1]
-    assert shared.prompt_tokens == alone.prompt_tokens
-    assert shared.computed_tokens < alone.computed_tokens
-
-
-def record_inputs(model):
-    """Return a list that gets the shape of each input's tokens."""
-    shapes = []
-    model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-    return shapes
-
-
-def questions_on_one_text():
-    """Return prompts with a common beginning and ends of different lengths."""
-    ends = ("one", "two of the many", "three", "four and five and six")
-    return [(f"{LONG} {end}", SETTINGS) for end in ends]
+    answers = [ask(lm, "generate_until", arguments, docs) for lm in (shared, unshared)]
+    assert answers_of(answers[0]) == answers_of(answers[1])
+    assert shared.prompt_tokens == unshared.prompt_tokens
+    assert shared.computed_tokens < unshared.computed_tokens
 
 
 def test_answers_to_questions_on_one_text_are_those_of_each_alone(model, tokenizer):
-    arguments = questions_on_one_text()
-    docs = [sample(number=i) for i in range(len(arguments))]
+    """To the bit."""
+    arguments, docs = questions_on_one_text()
     got = ask(lm_for(model, tokenizer), "generate_until", arguments, docs)
-    for question, doc, response in zip(arguments, docs, got, strict=True):
-        (alone,) = ask(lm_for(model, tokenizer), "generate_until", [question], [doc])
-        assert str(response) == str(alone)
-        assert response.target_log_likelihood == alone.target_log_likelihood  # to the bit
+    for question, doc, expected in zip(arguments, docs, got, strict=True):
+        alone = ask(lm_for(model, tokenizer), "generate_until", [question], [doc])
+        assert answers_of(alone) == answers_of([expected])
 
 
-@pytest.mark.parametrize("method", [None, "yarn"])
+@pytest.mark.parametrize("method", ["none", "yarn"])
 def test_questions_on_one_text_are_decoded_in_one_batch(llama, tokenizer, method):
-    arguments, shapes = questions_on_one_text(), record_inputs(llama)
-    if method:
+    shapes = record_inputs(llama)
+    if METHODS[method]:
         rope_patch.patch(llama, **METHODS[method])
-    ask(lm_for(llama, tokenizer), "generate_until", arguments)
+    ask(lm_for(llama, tokenizer), "generate_until", questions_on_one_text()[0])
     decode_steps = [shape for shape in shapes if shape[1] == 1 and shape[0] > 1]
     assert decode_steps[0] == (4, 1)
     assert len([shape for shape in shapes if shape[1] == 1]) <= 1 + SETTINGS["max_gen_toks"]
@@ -296,29 +269,14 @@ def test_questions_are_answered_one_by_one_if_the_rotation_follows_the_length(
     llama, tokenizer, method, caplog
 ):
     shapes = record_inputs(llama)
-    with rope_patch.patch(llama, **METHODS[method]):
-        ask(lm_for(llama, tokenizer), "generate_until", questions_on_one_text())
+    rope_patch.patch(llama, **METHODS[method])
+    ask(lm_for(llama, tokenizer), "generate_until", questions_on_one_text()[0])
     assert {rows for rows, _ in shapes} == {1}
     assert not [line for line in caplog.messages if "one by one" in line]
 
 
-def test_what_an_earlier_run_left_changes_no_answer(llama, tokenizer, tmp_path):
-    """To the bit: the same questions are computed together."""
-    arguments = questions_on_one_text()
-    docs = [sample(number=i) for i in range(len(arguments))]
-    whole = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
-    expected = ask(whole, "generate_until", arguments, docs)
-    path = tmp_path / "answers-0.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))  # a kill
-    second = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
-    got = ask(second, "generate_until", arguments, docs)
-    assert len(path.read_text().splitlines()) == 4
-    numbers = [[(str(r), r.target_log_likelihood) for r in rows] for rows in (got, expected)]
-    assert numbers[0] == numbers[1]
-
-
-def test_choices_are_scored_in_one_pass(llama, tokenizer, monkeypatch):
-    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
+def test_choices_are_scored_in_one_pass(llama, tokenizer, batch_up_to):
+    batch_up_to(0)
     choices = (" of a wife", " and", " is not so very well acquainted with the neighbourhood")
     shapes, lm = record_inputs(llama), lm_for(llama, tokenizer)
     scored = ask(lm, "loglikelihood", [(CONTEXT, choice) for choice in choices])
@@ -333,18 +291,44 @@ def test_choices_are_scored_in_one_pass(llama, tokenizer, monkeypatch):
 
 
 def test_batches_fit_into_their_memory(llama, tokenizer, monkeypatch):
-    arguments = questions_on_one_text()
+    arguments, _ = questions_on_one_text()
     expected = ask(lm_for(llama, tokenizer), "generate_until", arguments)
     config = llama.config
     token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     longest = max(len(tokenizer(text).input_ids) for text, _ in arguments) + 24  # tokens
-    monkeypatch.setitem(answerer._MAX_CACHE, "cpu", 2 * longest * token_bytes)
+    limit = {"cpu": 2 * longest * token_bytes}
+    monkeypatch.setattr("rope_patch.evaluation.answerer._MAX_CACHE", limit)
     shapes = record_inputs(llama)
     assert ask(lm_for(llama, tokenizer), "generate_until", arguments) == expected
     assert max(rows for rows, _ in shapes) == 2
 
 
-def test_stored_answers_are_not_computed_again(llama, tokenizer, tmp_path, monkeypatch):
+def test_only_needed_logits_are_computed(llama, tokenizer, batch_up_to):
+    batch_up_to(0)
+    shapes = []
+    llama.lm_head.register_forward_hook(lambda _, __, out: shapes.append(out.shape[1]))
+    lm = lm_for(llama, tokenizer)
+    ask(lm, "loglikelihood", [(CONTEXT * 3, f" {TARGET}")])
+    ask(lm, "generate_until", [(CONTEXT * 3, SETTINGS)], [sample()])
+    assert max(shapes) < 12
+
+
+# -- stored answers, refusals ----------------------------------------------------------------------
+
+
+def test_what_an_earlier_run_left_changes_no_answer(llama, tokenizer, tmp_path):
+    """To the bit: the same questions are computed together."""
+    arguments, docs = questions_on_one_text()
+    whole = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
+    expected = ask(whole, "generate_until", arguments, docs)
+    path = tmp_path / "answers-0.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))  # a kill
+    second = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
+    assert answers_of(ask(second, "generate_until", arguments, docs)) == answers_of(expected)
+    assert len(path.read_text().splitlines()) == 4
+
+
+def test_stored_answers_are_not_computed_again(llama, tokenizer, tmp_path):
     arguments = [(CONTEXT, SETTINGS), (CONTEXT, SETTINGS), (CONTEXT[:40], SETTINGS)]
     pairs = questions()
     first = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
@@ -358,35 +342,30 @@ def test_stored_answers_are_not_computed_again(llama, tokenizer, tmp_path, monke
 
 
 def test_stored_answers_are_keyed_by_identity(llama, tokenizer, tmp_path):
-    answers = AnswerStore(tmp_path)
-    pairs = questions()[:3]
-    plain = ask(
-        lm_for(llama, tokenizer, answers=answers, identity=lambda *_: "plain"),
-        "loglikelihood",
-        pairs,
-    )
+    answers, pairs = AnswerStore(tmp_path), questions()[:3]
+
+    def ask_as(name):
+        lm = lm_for(llama, tokenizer, answers=answers, identity=lambda *_: name)
+        return ask(lm, "loglikelihood", pairs)
+
+    plain = ask_as("plain")
     with rope_patch.patch(llama, "yarn", factor=4):
-        lm = lm_for(llama, tokenizer, answers=answers, identity=lambda *_: "yarn")
-        assert ask(lm, "loglikelihood", pairs) != plain
-
-
-CASES = [
-    ("generate_until", (CONTEXT, SETTINGS)),
-    ("loglikelihood", (CONTEXT, f" {TARGET}")),
-]
+        assert ask_as("yarn") != plain
 
 
 @pytest.mark.parametrize("short", [0, 512])
-@pytest.mark.parametrize(("request_type", "arguments"), CASES)
+@pytest.mark.parametrize(
+    ("request_type", "asked"), [("generate_until", SETTINGS), ("loglikelihood", f" {TARGET}")]
+)
 def test_a_prompt_that_does_not_fit_is_refused_instead_of_truncated(
-    llama, tokenizer, request_type, arguments, short, monkeypatch
+    llama, tokenizer, request_type, asked, short, batch_up_to
 ):
-    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
-    fits = (CONTEXT[:12], arguments[1])
+    batch_up_to(short)
+    arguments = [(CONTEXT[:12], asked), (CONTEXT, asked)]
     prompt_length = len(tokenizer(CONTEXT).input_ids)  # without the answer
-    with pytest.raises(ValueError, match="were set as the longest"):
-        ask(lm_for(llama, tokenizer, prompt_length), request_type, [fits, arguments])
-    ask(lm_for(llama, tokenizer, prompt_length + 24), request_type, [fits, arguments])
+    with pytest.raises(ValueError, match="longest"):
+        ask(lm_for(llama, tokenizer, prompt_length), request_type, arguments)
+    ask(lm_for(llama, tokenizer, prompt_length + 24), request_type, arguments)
 
 
 def test_results_record_the_patch_without_contacting_the_hub(llama, tokenizer, monkeypatch):

@@ -4,8 +4,6 @@ import pytest
 import torch
 from language_models import CONTEXT, SETTINGS, ask, lm_for
 
-from rope_patch.evaluation import language_model
-from rope_patch.inference import prefix_reader
 from rope_patch.inference.answers import AnswerStore
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -25,15 +23,22 @@ def fail_on_input(model, should_fail, error):
     return sizes
 
 
-@pytest.mark.parametrize("short", [0, 512])
-@pytest.mark.parametrize("request_type", ["generate_until", "loglikelihood"])
 @pytest.mark.parametrize(
-    "error", [RuntimeError("boom\nand more"), torch.OutOfMemoryError("no memory")]
+    ("request_type", "short", "error"),
+    [
+        *(
+            (request_type, short, RuntimeError("boom\nand more"))
+            for request_type in ("generate_until", "loglikelihood")
+            for short in (0, 512)
+        ),
+        ("generate_until", 512, torch.OutOfMemoryError("no memory")),
+        ("loglikelihood", 0, torch.OutOfMemoryError("no memory")),
+    ],
 )
 def test_a_failed_sample_leaves_the_others_unchanged(
-    llama, tokenizer, monkeypatch, tmp_path, request_type, error, short
+    llama, tokenizer, batch_up_to, tmp_path, request_type, error, short
 ):
-    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
+    batch_up_to(short)
     continuation = SETTINGS if request_type == "generate_until" else " of"
     arguments = [
         (f"{CONTEXT} {end}", continuation) for end in ("one", "two", "\u00a3 three", "four")
@@ -68,9 +73,9 @@ def test_a_failed_sample_leaves_the_others_unchanged(
     assert len(lines) == 5  # the failure, and four answers
 
 
-def test_a_failure_does_not_change_the_answers_after_it(trained_llama, tokenizer, monkeypatch):
+def test_a_failure_does_not_change_the_answers_after_it(trained_llama, tokenizer, batch_up_to):
     """Bit for bit, since the chunks stay the same."""
-    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
+    batch_up_to(0)
     arguments = [(f"{i} {CONTEXT} {CONTEXT}", " of") for i in range(4)]
     expected = ask(lm_for(trained_llama, tokenizer), "loglikelihood", arguments)
     first = tokenizer(arguments[1][0]).input_ids
@@ -88,9 +93,9 @@ def test_a_failure_does_not_change_the_answers_after_it(trained_llama, tokenizer
     assert [got[i] for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
 
 
-def test_out_of_memory_makes_chunks_smaller(llama, tokenizer, monkeypatch):
-    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
-    monkeypatch.setattr(prefix_reader, "_CHUNK", 256)
+def test_out_of_memory_makes_chunks_smaller(llama, tokenizer, batch_up_to, monkeypatch):
+    batch_up_to(0)
+    monkeypatch.setattr("rope_patch.inference.prefix_reader._CHUNK", 256)
     arguments = [(" ".join([CONTEXT] * 6), " of"), (" ".join([CONTEXT] * 7), SETTINGS)]
     expected = [
         ask(lm_for(llama, tokenizer), request_type, [request_arguments])[0]
@@ -139,9 +144,9 @@ def test_an_interrupt_is_not_stored_as_a_failure(llama, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("request_type", ["generate_until", "loglikelihood"])
 def test_out_of_memory_makes_fewer_questions_go_together(
-    llama, tokenizer, monkeypatch, request_type
+    llama, tokenizer, batch_up_to, request_type
 ):
-    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
+    batch_up_to(0)
     ends = ("one", "two", "three", "four")  # of 2, 3, 3 and 2 tokens
     arguments = [(f"{i} {CONTEXT} {end}", SETTINGS) for i in range(2) for end in ends]
     if request_type == "loglikelihood":

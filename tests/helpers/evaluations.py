@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from helpers.processes import FRESH
-from rope_patch.evaluation.pipeline import evaluate
-from rope_patch.evaluation.request import EvalRequest
+from rope_patch.evaluation import EvalRequest, evaluate
 from rope_patch.inference.answers import AnswerStore
 from rope_patch.utils import atomic_files
 

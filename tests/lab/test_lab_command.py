@@ -1,5 +1,6 @@
-"""Test `rope-patch lab`: its report, that it continues, and its errors."""
+"""Test `rope-patch lab`: its report, that it continues, its errors, and the published run."""
 
+import importlib.util
 import json
 import os
 import re
@@ -7,16 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from helpers.commands import run_in_this_process
 from helpers.schema import problems
 
-from rope_patch.lab.results import LabResults
-from rope_patch.lab.results_schema import LabRecord
+from rope_patch.lab import LabRecord, LabResults, write_report
 
 WORDS = ("lab", "--encodings", "none,learned", "--length", "32", "--test", "32,64")
 WORDS = (*WORDS, "--steps", "text=4,recall=1", "--processes", "1")
+SCRIPT = Path(__file__).parents[2] / "docs" / "generate" / "lab.py"
 
 
 @pytest.fixture(scope="module")
@@ -57,29 +59,29 @@ def test_the_json_is_what_the_schema_says_and_other_files_are_refused(folder, tm
     assert list(problems(LabResults.load(path).results, LabRecord)) == []
     other = tmp_path / "report.json"
     other.write_bytes(path.read_bytes().replace(b'"seed": 0', b'"seed": 1', 1))
-    with pytest.raises(ValueError, match="its digest differs"):
+    with pytest.raises(ValueError, match="digest"):
         LabResults.load(other)
     other.write_text("{}")
-    with pytest.raises(ValueError, match=r"no report\.json of rope-patch lab"):
+    with pytest.raises(ValueError, match="rope-patch lab"):
         LabResults.load(other)
     result = run_in_this_process("report", folder, "--out", tmp_path / "out")
     assert result.returncode != 0
-    assert "is not a report of rope-patch eval" in result.stderr
+    assert "rope-patch eval" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_the_same_command_trains_nothing_again_and_more_encodings_add_to_it(folder):
-    before = (folder / "cells.jsonl").read_bytes()
+    journal = folder / "cells.jsonl"
+    before = journal.read_bytes()
     again = run_in_this_process(*WORDS, "--out", folder, "--json")
-    assert (folder / "cells.jsonl").read_bytes() == before
+    assert journal.read_bytes() == before
     assert len(json.loads(again.stdout)["cells"]) == 4
     more = [word.replace("none,learned", "none,learned,rope") for word in WORDS]
     result = run_in_this_process(*more, "--tasks", "text", "--out", folder, "--json")
-    assert [c["cell"]["encoding"] for c in json.loads(result.stdout)["cells"]] == [
-        *("none", "learned", "rope")
-    ]
-    assert (folder / "cells.jsonl").read_bytes().startswith(before)
-    assert (folder / "cells.jsonl").read_bytes().count(b"\n") == 5
+    encodings = [c["cell"]["encoding"] for c in json.loads(result.stdout)["cells"]]
+    assert encodings == ["none", "learned", "rope"]
+    assert journal.read_bytes().startswith(before)
+    assert journal.read_bytes().count(b"\n") == 5
 
 
 def test_a_damaged_line_of_the_journal_is_trained_again(folder):
@@ -91,28 +93,36 @@ def test_a_damaged_line_of_the_journal_is_trained_again(folder):
     assert journal.read_bytes().count(b"\n") == len(lines) + 1
 
 
+def test_quick_leaves_what_is_named(tmp_path):
+    words = ("lab", "--quick", "--tasks", "recall", "--encodings", "none", "--steps", "1")
+    words = (*words, "--length", "32", "--test", "32,64", "--processes", "1", "--json")
+    result = run_in_this_process(*words, "--out", tmp_path / "lab")
+    assert result.returncode == 0, result.stderr
+    assert [c["cell"]["task"] for c in json.loads(result.stdout)["cells"]] == ["recall"]
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "fact"),
     [
-        (("--encodings", "alibbi"), "did you mean 'alibi'"),
-        (("--encodings", ","), "encodings must be among"),
+        (("--encodings", "alibbi"), "'alibi'"),
+        (("--encodings", ","), "encodings"),
         (("--tasks", "texts"), "text"),
         (("--length", "8"), "at least 32"),
         (("--length", "0"), "at least 32"),
         (("--test", "64,32"), "256"),
-        (("--test", "512"), "begin with the trained one, 256"),
-        (("--test", "a"), "--test takes lengths"),
-        (("--steps", "fast"), "--steps takes a number"),
-        (("--steps", "text=0"), "text_steps must be at least 1"),
-        (("--seeds", "0"), "--seeds must be at least 1"),
-        (("--processes", "0"), "--processes must be at least 1"),
-        (("--length", "100000"), "give fewer excerpts or shorter tests"),
+        (("--test", "512"), "256"),
+        (("--test", "a"), "--test"),
+        (("--steps", "fast"), "--steps"),
+        (("--steps", "text=0"), "text_steps"),
+        (("--seeds", "0"), "--seeds"),
+        (("--processes", "0"), "--processes"),
+        (("--length", "100000"), "fewer excerpts"),
     ],
 )
-def test_bad_input_is_one_line_and_writes_nothing(tmp_path, words, message):
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path, words, fact):
     result = run_in_this_process("lab", *words, "--out", tmp_path / "out")
     assert result.returncode != 0
-    assert message in result.stderr
+    assert fact in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
@@ -141,9 +151,28 @@ def test_ctrl_c_ends_all_processes_in_one_line(tmp_path):
     assert "Traceback" not in stderr
 
 
-def test_quick_leaves_what_is_named(tmp_path):
-    words = ("lab", "--quick", "--tasks", "recall", "--encodings", "none", "--steps", "1")
-    words = (*words, "--length", "32", "--test", "32,64", "--processes", "1", "--json")
-    result = run_in_this_process(*words, "--out", tmp_path / "lab")
-    assert result.returncode == 0, result.stderr
-    assert [c["cell"]["task"] for c in json.loads(result.stdout)["cells"]] == ["recall"]
+# -- the published run -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("lab_page", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_page_is_up_to_date(script):
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert page == script.build(page), (
+        "docs/lab.md is not what eval/results/lab holds: run python docs/generate/lab.py and look "
+        "at what changed"
+    )
+
+
+def test_published_report_is_rendered_from_its_own_json(script, tmp_path):
+    results = LabResults.load(script.RESULTS / "report.json").results
+    write_report(results, tmp_path)
+    assert LabResults.load(tmp_path / "report.json").results == results
+    published = (script.RESULTS / "report.md").read_text(encoding="utf-8")
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == published

@@ -15,8 +15,8 @@ from helpers.encoding_models import encoding_model
 from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rope_patch.pictures.picture import PICTURES, make_picture
-from rope_patch.pictures.renderer import draw
+import rope_patch
+from rope_patch.pictures import PICTURES, make_picture
 from rope_patch.utils.figure_file import render_figure
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
@@ -85,7 +85,7 @@ def test_the_committed_picture_is_what_the_code_draws(shown):
         return
     if options.get("model") == "demo":
         options["model"] = smollm2()
-    drawn = render_figure(draw(make_picture(shown.name, **options)), "svg")
+    drawn = render_figure(rope_patch.picture(shown.name, **options), "svg")
     assert texts(committed) == [word.replace("LlamaForCausalLM", "demo") for word in texts(drawn)]
     if f"Matplotlib v{matplotlib.__version__}," not in committed.decode():
         return  # other versions place other numbers

@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 import transformers
-from helpers.commands import run_in_this_process
 from helpers.encoding_models import LENGTH, encoding_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_patch
-from rope_patch.pictures.picture import make_picture
-from rope_patch.utils.errors import Refused
+from rope_patch.pictures import make_picture
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -164,32 +162,28 @@ def test_layers_that_see_far_are_shown():
     assert curve(panel, "wavelength").y[1] == pytest.approx(2 * math.pi * theta ** (1 / 8))
 
 
-def test_what_a_model_cannot_show_is_refused(tmp_path):
-    gpt2, bloom = encoding_model("GPT2LMHeadModel"), encoding_model("BloomForCausalLM")
-    with pytest.raises(Refused, match="the model has alibi positions: expected a learned table"):
-        make_picture("table", model=bloom)
-    with pytest.raises(Refused, match="model has learned positions: expected ALiBi's slopes"):
-        make_picture("bias", model=gpt2)
-    with pytest.raises(Refused, match=f"length must be at most the {LENGTH} rows"):
-        make_picture("table", model=gpt2, length=LENGTH + 1)
-    with pytest.raises(
-        Refused,
-        match="base must be left out",
-    ):
-        make_picture("clock", model=llama(), base=100.0)
-    with pytest.raises(Refused, match="width must be left out"):
-        make_picture("table", model=gpt2, width=8)
-    with pytest.raises(Refused, match="trained must be left out"):
-        make_picture("stretch", model=gpt2, trained=8)
-    with pytest.raises(Refused, match="model must be a transformers model, a folder or a name"):
-        make_picture("table", model=3)
+def without_weights():
     with torch.device("meta"):
-        empty = transformers.GPT2LMHeadModel(gpt2.config)
-    with pytest.raises(Refused, match="the model has no weights"):
-        make_picture("table", model=empty)
-    result = run_in_this_process("picture", "table", "--model", str(tmp_path / "none"))
-    assert result.returncode != 0
-    assert f"no such folder: {tmp_path / 'none'}" in result.stderr
+        return transformers.GPT2LMHeadModel(encoding_model("GPT2LMHeadModel").config)
+
+
+@pytest.mark.parametrize(
+    ("name", "make_model", "options", "fact"),
+    [
+        ("table", "BloomForCausalLM", {}, "learned table"),
+        ("bias", "GPT2LMHeadModel", {}, "ALiBi's slopes"),
+        ("table", "GPT2LMHeadModel", {"length": LENGTH + 1}, f"{LENGTH} rows"),
+        ("table", "GPT2LMHeadModel", {"width": 8}, "width must be left out"),
+        ("stretch", "GPT2LMHeadModel", {"trained": 8}, "trained must be left out"),
+        ("clock", llama, {"base": 100.0}, "base must be left out"),
+        ("table", lambda: 3, {}, "a transformers model, a folder or a name"),
+        ("table", without_weights, {}, "no weights"),
+    ],
+)
+def test_what_a_model_cannot_show_is_refused(name, make_model, options, fact):
+    model = encoding_model(make_model) if isinstance(make_model, str) else make_model()
+    with pytest.raises(rope_patch.Refused, match=fact):
+        make_picture(name, model=model, **options)
 
 
 @pytest.mark.parametrize("name", ["clock", "wavelengths", "rotation", "angles"])
@@ -198,5 +192,5 @@ def test_an_encoded_model_shows_no_rotation_that_it_does_not_do(name):
     rope_patch.encode(model, "rope", base=50.0)
     make_picture(name, model=model)
     rope_patch.encode(model, "alibi")
-    with pytest.raises(Refused, match=r"does not rotate.*'alibi'"):
+    with pytest.raises(rope_patch.Refused, match=r"does not rotate.*'alibi'"):
         make_picture(name, model=model)

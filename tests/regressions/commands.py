@@ -8,7 +8,7 @@ DEFECTS = [
         "rope_patch/cli/commands.py",
         "            raise typer.Exit(CRASHED) from None\n",
         "            raise typer.Exit(1) from None\n",
-        ("tests/cli/test_verify_command.py::test_errors_exit_with_2_because_1_is_a_verdict",),
+        ("tests/cli/test_refusals.py::test_wrong_words_are_one_error_line_and_write_nothing",),
     ),
     Defect(
         "a command prints characters that control the terminal",
@@ -43,7 +43,7 @@ DEFECTS = [
         "rope_patch/cli/commands.py",
         "            message = self._in_options(str(error))\n",
         "            message = str(error)\n",
-        ("tests/cli/test_cli.py::test_failures_are_one_error_line_and_exit_status_1",),
+        ("tests/cli/test_refusals.py::test_wrong_words_are_one_error_line_and_write_nothing",),
     ),
     Defect(
         "an incomplete report exits with 0",
@@ -190,14 +190,14 @@ DEFECTS = [
         "rope_patch/utils/errors.py",
         "    except RecursionError as error:\n",
         "    except ZeroDivisionError as error:\n",
-        ("tests/cli/test_hostile_input.py::test_a_deeply_nested_report_is_refused",),
+        ("tests/cli/test_refusals.py::test_a_deeply_nested_report_is_refused",),
     ),
     Defect(
         "an option's value that is no YAML ends in a traceback",
         "rope_patch/cli/options.py",
         "        except yaml.YAMLError as error:\n",
         "        except ZeroDivisionError as error:\n",
-        ("tests/cli/test_hostile_input.py::test_bad_numbers_and_options_are_refused",),
+        ("tests/cli/test_refusals.py::test_wrong_words_are_one_error_line_and_write_nothing",),
     ),
     Defect(
         "numbers that readers of YAML take differently pass",
@@ -213,14 +213,16 @@ DEFECTS = [
         "rope_patch/pretrained/loading.py",
         "    except Exception as error:  # tokenizers' parsers raise errors of any type\n",
         "    except OSError as error:\n",
-        ("tests/cli/test_hostile_input.py::test_damaged_tokenizers_are_refused",),
+        ("tests/cli/test_refusals.py::test_damaged_and_missing_tokenizers_are_refused",),
     ),
     Defect(
         "a device that is not there ends in torch's assertion once the weights are read",
         "rope_patch/pretrained/device_map.py",
         '        if device_type not in ("cpu", "meta") and not (module and module.is_available()):\n',
         "        if False:\n",
-        ("tests/cli/test_hostile_input.py::test_unknown_devices_are_refused",),
+        (
+            "tests/evaluation/test_eval_request.py::test_bad_requests_read_no_weights_and_write_nothing",
+        ),
     ),
     Defect(
         "progress in a log is a line for each refresh",

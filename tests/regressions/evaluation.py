@@ -14,7 +14,7 @@ DEFECTS = [
         'if is_ours and extension.start == "unscaled" and extension.layer_types is None:',
         'if is_ours and extension.start == "unscaled":',
         (
-            "tests/evaluation/test_session.py::test_a_dynamic_method_on_some_layers_has_answers_of_its_own",
+            "tests/evaluation/test_stored_results.py::test_a_dynamic_method_on_some_layers_has_answers_of_its_own",
         ),
     ),
     Defect(
@@ -23,7 +23,7 @@ DEFECTS = [
         'if is_ours and extension.start == "unscaled" and extension.layer_types is None:',
         "if is_ours and extension.layer_types is None:",
         (
-            "tests/evaluation/test_session.py::test_what_a_dynamic_method_starts_from_has_answers_of_its_own",
+            "tests/evaluation/test_stored_results.py::test_what_a_dynamic_method_starts_from_has_answers_of_its_own",
         ),
     ),
     Defect(
@@ -32,7 +32,7 @@ DEFECTS = [
         "            return None if entry",
         "            return None if True or entry",
         (
-            "tests/evaluation/test_session.py::test_the_same_weights_under_another_config_have_answers_of_their_own",
+            "tests/evaluation/test_stored_results.py::test_the_same_weights_under_another_config_have_answers_of_their_own",
         ),
     ),
     Defect(
@@ -40,21 +40,23 @@ DEFECTS = [
         _SESSION,
         "    if stored.flaws:\n",
         "    if False:\n",
-        ("tests/evaluation/test_session.py::test_a_config_that_was_not_noted_is_no_guess",),
+        ("tests/evaluation/test_stored_results.py::test_a_config_that_was_not_noted_is_no_guess",),
     ),
     Defect(
         "a map of positions shares the stored answers of the frequencies below it",
         _SESSION,
         "    rotation |= handle.method.attention_changes(end, handle.trained_length)\n",
         "",
-        ("tests/evaluation/test_session.py::test_position_maps_have_answers_of_their_own",),
+        ("tests/evaluation/test_stored_results.py::test_position_maps_have_answers_of_their_own",),
     ),
     Defect(
         "kernels that round otherwise share the plain model's stored answers",
         _SESSION,
         "    rounds_otherwise = bool(kernels) if rotation else not _keeps_bits(handle)\n",
         "    rounds_otherwise = False\n",
-        ("tests/evaluation/test_session.py::test_only_equal_bits_share_the_plain_models_answer",),
+        (
+            "tests/evaluation/test_stored_results.py::test_only_equal_bits_share_the_plain_models_answer",
+        ),
     ),
     Defect(
         "a stored piece is read without its checksum",
@@ -111,18 +113,14 @@ DEFECTS = [
         _MERGING,
         "        mine[name] == theirs[name] and not (in_chat and mine[name] is None)\n",
         "        True\n",
-        (
-            "tests/evaluation/test_chat_questions.py::test_questions_of_other_prompts_are_not_paired",
-        ),
+        ("tests/evaluation/test_other_models.py::test_questions_of_other_prompts_are_not_paired",),
     ),
     Defect(
         "results that do not say what was asked are paired in a chat template with a clock",
         _MERGING,
         "mine[name] == theirs[name] and not (in_chat and mine[name] is None)",
         "mine[name] == theirs[name]",
-        (
-            "tests/evaluation/test_chat_questions.py::test_questions_of_other_prompts_are_not_paired",
-        ),
+        ("tests/evaluation/test_other_models.py::test_questions_of_other_prompts_are_not_paired",),
     ),
     Defect(
         "merged runs are corrected for the fewer looks",
@@ -130,7 +128,7 @@ DEFECTS = [
         '"looks": max((first.get("looks") or [], second.get("looks") or []), key=len),',
         '"looks": first.get("looks") or [],',
         (
-            "tests/evaluation/report/test_comparisons.py::test_runs_that_are_merged_are_corrected_for_the_more_looks",
+            "tests/evaluation/report/test_verdict.py::test_runs_that_are_merged_are_corrected_for_the_more_looks",
         ),
     ),
     Defect(
@@ -173,7 +171,7 @@ DEFECTS = [
         "        return set(self.tasks) >= _RULER\n",
         "        return {question_of(task) for task in self.tasks} >= _RULER\n",
         (
-            "tests/evaluation/report/test_task_means.py::test_rulers_threshold_is_for_written_answers_alone",
+            "tests/evaluation/report/test_task_means.py::test_rulers_threshold_is_for_written_answers_of_all_its_tasks",
         ),
     ),
     Defect(
@@ -225,18 +223,14 @@ DEFECTS = [
         "rope_patch/evaluation/report/headline.py",
         "    if stats.floor is not None and not stats.reads_answers(best, length):\n",
         "    if False:\n",
-        (
-            "tests/evaluation/report/test_headline.py::test_answers_no_likelier_than_without_them_in_the_text_decide_nothing",
-        ),
+        ("tests/evaluation/report/test_recorded_texts.py::test_sentences_of_each_kind_of_result",),
     ),
     Defect(
         "an undecided headline names the best method where the plain model leads",
         "rope_patch/evaluation/report/headline.py",
         'leader = who if difference.mean.estimate < 0 else "the plain model"',
         "leader = who",
-        (
-            "tests/evaluation/report/test_headline.py::test_an_undecided_run_names_the_plain_model_where_it_leads",
-        ),
+        ("tests/evaluation/report/test_recorded_texts.py::test_sentences_of_each_kind_of_result",),
     ),
     Defect(
         "a report of fewer texts than decide says that it cannot be sure, as if more samples would do",
@@ -253,7 +247,7 @@ DEFECTS = [
         "        adjusted = statistics.holm([test.p_value for test in tests.values()])\n",
         "        adjusted = [test.p_value for test in tests.values()]\n",
         (
-            "tests/evaluation/report/test_comparisons.py::test_short_tasks_are_tested_together_and_corrected_over_the_methods",
+            "tests/evaluation/report/test_verdict.py::test_short_tasks_are_tested_together_and_corrected_over_the_methods",
         ),
     ),
     Defect(
@@ -261,7 +255,7 @@ DEFECTS = [
         "rope_patch/evaluation/report/results/comparisons.py",
         "        return statistics.look_factor(self.looks)\n",
         "        return 1\n",
-        ("tests/evaluation/report/test_comparisons.py::test_looks_at_growing_data_are_corrected",),
+        ("tests/evaluation/report/test_verdict.py::test_looks_at_growing_data_are_corrected",),
     ),
     Defect(
         "a run that looks at too few texts to decide spends a look",

@@ -196,6 +196,8 @@ DEFECTS = [
         "rope_patch/lab/interval.py",
         "        low, high = math.hypot(low, half), math.hypot(high, half)\n",
         "        del half\n",
-        ("tests/lab/test_interval.py::test_one_half_width_is_that_of_samples_and_seeds_together",),
+        (
+            "tests/lab/test_statements.py::test_one_half_width_is_that_of_samples_and_seeds_together",
+        ),
     ),
 ]

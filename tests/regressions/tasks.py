@@ -137,7 +137,7 @@ DEFECTS = [
         "                lm.rolling_window = max(session.request.lengths)\n",
         "                lm.rolling_window = _UNLIMITED\n",
         (
-            "tests/evaluation/test_user_tasks.py::test_documents_are_read_in_windows_of_the_longest_length",
+            "tests/evaluation/measures/test_user_tasks.py::test_documents_are_read_in_windows_of_the_longest_length",
         ),
     ),
     Defect(
@@ -193,7 +193,7 @@ DEFECTS = [
         "rope_patch/evaluation/decision_plan.py",
         "    answers = DEPTH_ANSWER_DEVIATION if has_equal_depths else ANSWER_DEVIATION\n",
         "    answers = ANSWER_DEVIATION\n",
-        ("tests/evaluation/test_decision_plan.py::test_texts_asked_at_the_same_depths_vary_less",),
+        ("tests/evaluation/test_until_decided.py::test_texts_asked_at_the_same_depths_vary_less",),
     ),
     Defect(
         "a request of speed with the plain model alone asks for a ratio to nothing",
@@ -228,7 +228,7 @@ DEFECTS = [
         "        self.model = (read_model if patch_to_restore(self.path) is None else load)(\n",
         "        self.model = read_model(\n",
         (
-            "tests/evaluation/test_evaluation_pipeline.py::test_a_saved_patch_without_native_form_is_evaluated_as_saved",
+            "tests/evaluation/test_evaluation_pipeline.py::test_a_saved_patch_is_evaluated_without_patching_twice",
         ),
     ),
     Defect(

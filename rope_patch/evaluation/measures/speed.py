@@ -141,7 +141,7 @@ class SpeedRecord(TypedDict):
 
 
 @torch.no_grad()
-def bench(request: SpeedRequest) -> SpeedRecord:
+def bench_methods(request: SpeedRequest) -> SpeedRecord:
     """Measure prompts, decoding, growth and memory of all methods side by side.
 
     Args:

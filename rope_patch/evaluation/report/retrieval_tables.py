@@ -31,7 +31,7 @@ _MAX_RETENTION_WIDTH = 0.5  # of an interval that is shown though it decides not
 _MAX_ACCURACY_WIDTH = 0.5
 
 
-def tables(stats: RunStatistics) -> list[Table]:
+def accuracy_tables(stats: RunStatistics) -> list[Table]:
     """Return averages over all tasks, and every task by itself."""
     if not stats.tasks:
         return []

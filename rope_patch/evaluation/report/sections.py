@@ -213,7 +213,7 @@ def _accuracy_section(stats: RunStatistics, pictures: dict[str, Picture]) -> Sec
         heading="Accuracy by task and length",
         notes=[_ACCURACY, *_if_any(likelihood and _LIKELIHOOD, choice and _CHOICE_NOTE)],
         picture=pictures.get("accuracy"),
-        tables=retrieval_tables.tables(stats),
+        tables=retrieval_tables.accuracy_tables(stats),
         lines=list(retrieval_tables.uniform_tasks(stats).values()),
     )
 

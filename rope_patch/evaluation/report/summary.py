@@ -29,7 +29,7 @@ _MAX_ITEMS = 4  # of a sentence
 _GUESSABLE_ACCURACY = 0.05  # accuracy without a needle from which on answers count as guessable
 
 
-def sentences(stats: RunStatistics, ranking: Ranking | None = None) -> list[str]:
+def summary_sentences(stats: RunStatistics, ranking: Ranking | None = None) -> list[str]:
     """Return what the results say in detail, each number with its interval and n.
 
     Args:
@@ -225,7 +225,7 @@ def _time_memory_sentences(stats: RunStatistics, chosen: str | None) -> Iterator
         yield f"With {stats.names[chosen]} {', '.join(parts)}."
 
 
-def warnings(stats: RunStatistics) -> Iterator[str]:
+def summary_warnings(stats: RunStatistics) -> Iterator[str]:
     """Yield warnings about results that are in doubt."""
     for task, length, accuracy, chance in stats.controls:
         if accuracy.low > chance if chance else accuracy.estimate > _GUESSABLE_ACCURACY:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from rope_patch.evaluation.merging import merge_runs
-from rope_patch.evaluation.report import figures, heatmap, summary, terminal
+from rope_patch.evaluation.report import figures, heatmap, terminal
 from rope_patch.evaluation.report.format import filter_mark, one_line
 from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
 from rope_patch.evaluation.report.headline import headline
 from rope_patch.evaluation.report.ranking import Ranking
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.sections import sections
+from rope_patch.evaluation.report.summary import summary_sentences, summary_warnings
 from rope_patch.evaluation.report.summary_table import summary_table
 from rope_patch.evaluation.report.table import Row
 from rope_patch.evaluation.results_schema import (
@@ -178,8 +180,8 @@ def _run_page(
     return {
         "title": title,
         "headline": headline(stats, ranking),
-        "warnings": list(summary.warnings(stats)),
-        "details": summary.sentences(stats, ranking),
+        "warnings": list(summary_warnings(stats)),
+        "details": summary_sentences(stats, ranking),
         "parts": parts,
         "cautions": [one_line(line) for line in stats.run.get("cautions") or []],
         "facts": _run_facts_table(stats),
@@ -294,9 +296,16 @@ def _duration_text(seconds: float) -> str:
 
 def render(template: Path, page: dict[str, Any]) -> str:
     """Return a page made from a template, which may include those of this folder."""
+    environment = _environment(template.parent, template.suffix == ".html")
+    return environment.get_template(template.name).render(page)
+
+
+@cache
+def _environment(folder: Path, is_html: bool) -> Environment:
+    """Return the environment of a folder's templates, which keeps them compiled."""
     environment = Environment(
-        loader=FileSystemLoader([template.parent, TEMPLATES]),
-        autoescape=template.suffix == ".html",
+        loader=FileSystemLoader([folder, TEMPLATES]),
+        autoescape=is_html,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -312,7 +321,7 @@ def render(template: Path, page: dict[str, Any]) -> str:
     }
     environment.filters["heat"] = figures.heat_colours
     environment.globals |= {"palette": PALETTE, "heat": figures.HEAT}
-    return environment.get_template(template.name).render(page)
+    return environment
 
 
 def _code_spans(text: str) -> Markup:

@@ -16,7 +16,7 @@ from rope_patch.lab.report.tables import length_table, position_table, published
 from rope_patch.lab.results import LAST_HALF, LOSS, RIGHT, LabResults
 from rope_patch.lab.results_schema import FORMAT, FindingRecord
 from rope_patch.lab.settings import RECALL, TEXT
-from rope_patch.lab.statements import Finding, compare
+from rope_patch.lab.statements import Finding, check_statements
 from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import json_safe, seal
@@ -55,7 +55,7 @@ def write_report(
         The path of `report.html`: one file that needs no other.
     """
     lab = LabResults(results)
-    findings = compare(lab)
+    findings = check_statements(lab)
     parts = _sections(lab, findings)
     page = _page(lab, findings, parts)
     pictures = [part.picture for part in parts if part.picture is not None]

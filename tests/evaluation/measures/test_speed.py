@@ -7,14 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.commands import run_in_new_process
+from helpers.commands import run_in_this_process
 from helpers.tiny_models import TRAINED, make_model, tokens
-from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli import app
-from rope_patch.evaluation.measures import speed, timed_method
-from rope_patch.extension import Extension
+from rope_patch.evaluation import (
+    SpeedRequest,
+    TimedMethod,
+    bench_methods,
+    compare_times,
+    count_recompilations,
+    decode_start_length,
+    make_timed_method,
+    measure_memory,
+    timing_row,
+)
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-llama"  # trained on 256 tokens
 SETTING = {"model": str(TINY), "decode": 4, "repeats": 2}
@@ -33,13 +40,13 @@ def make_timed(method="dynamic-yarn", **options):
     """Return a method on a tiny random model with a trained length of 64 tokens."""
     model = make_model()
     handle = rope_patch.patch(model, method, **options) if method != "none" else None
-    return timed_method.TimedMethod(name=method, model=model, handle=handle)
+    return TimedMethod(name=method, model=model, handle=handle)
 
 
 @pytest.fixture(scope="module")
 def results():
     methods = ("yarn", "dynamic-yarn", "none")
-    return speed.bench(speed.SpeedRequest(**SETTING, methods=methods, compiled=True))
+    return bench_methods(SpeedRequest(**SETTING, methods=methods, compiled=True))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +87,7 @@ def test_the_keys_that_a_position_map_keeps_are_counted():
     for name in ("self-extend", "string"):  # string turns queries alone
         timed = make_timed(name)
         timed.cache = timed.read(ids[:, :-1], ids.shape[1])
-        memory = timed_method.measure_memory(timed, ids, 5 * TRAINED)
+        memory = measure_memory(timed, ids, 5 * TRAINED)
         sizes[name] = memory["record"].get("turned keys", 0) / memory["cache"]
     assert 0.3 < sizes["self-extend"] < 0.8  # half of the cache, less near keys, and some room
     assert sizes["string"] == 0
@@ -111,7 +118,7 @@ def test_graph_breaks_and_recompilations_are_counted(rows):
     timed.model.register_forward_pre_hook(lambda *_: steps.append(0))
     timed.model.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
     timed.model.model.norm.register_forward_hook(lambda _, __, out: out * (1 + len(steps)))
-    counts, usual = timed_method.count_recompilations(timed, ids), rows["none"]["compile"]
+    counts, usual = count_recompilations(timed, ids), rows["none"]["compile"]
     assert counts["graph_breaks"] > usual["graph_breaks"]
     assert counts["recompilations"] > usual["recompilations"]
 
@@ -121,7 +128,7 @@ def test_graph_breaks_and_recompilations_are_counted(rows):
 )
 def test_keys_are_rerotated_once_and_in_the_first_step(prompt, start):
     timed, decode = make_timed(), 7
-    assert timed_method.decode_start_length([timed, make_timed("none")], prompt, decode) == start
+    assert decode_start_length([timed, make_timed("none")], prompt, decode) == start
     frequencies_at = timed.handle.frequencies_at
     after = frequencies_at(start + 1)[None].inv_freq
     assert torch.equal(after, frequencies_at(start + 1 + decode)[None].inv_freq)
@@ -131,7 +138,7 @@ def test_keys_are_rerotated_once_and_in_the_first_step(prompt, start):
 @torch.no_grad()
 def test_decoding_after_admission_rerotates_nothing():
     timed, ids = make_timed(growth="admission"), tokens(3 * TRAINED)
-    assert timed_method.decode_start_length([timed], 77, 500) == 77
+    assert decode_start_length([timed], 77, 500) == 77
     timed.cache = timed.read(ids[:, :60], 3 * TRAINED)
     for step in timed.decode(ids, timed.cache):
         step()
@@ -139,20 +146,13 @@ def test_decoding_after_admission_rerotates_nothing():
 
 
 def test_without_growth_decoding_starts_at_the_prompt():
-    assert (
-        timed_method.decode_start_length(
-            [make_timed("none"), make_timed("yarn", factor=4)], 77, 500
-        )
-        == 77
-    )
+    assert decode_start_length([make_timed("none"), make_timed("yarn", factor=4)], 77, 500) == 77
 
 
 def test_methods_share_only_weights():
     model = make_model()
-    yarn = Extension("yarn", factor=4, trained_length=64)
-    plain, patched = (
-        timed_method.make_timed_method("", model, options) for options in (None, yarn)
-    )
+    yarn = rope_patch.Extension("yarn", factor=4, trained_length=64)
+    plain, patched = (make_timed_method("", model, options) for options in (None, yarn))
     ids = tokens(100)
     with torch.no_grad():
         before = model(ids).logits
@@ -166,32 +166,21 @@ def test_ratios_are_those_of_alternating_runs():
     """A machine that is temporarily ten times slower slows both methods down."""
     slow = [1.0, 1.0, 10.0, 10.0, 10.0]
     times, baseline = [[1.1 * s for s in slow], [2.2, 2.2]], [slow, [1.0, 2.0]]
-    got = timed_method.compare_times(times, baseline)
+    got = compare_times(times, baseline)
     assert got == pytest.approx({"ms": 2200, "ratio": 1.375, "min": 1.1, "max": 1.65})
 
 
 def test_growth_is_a_share_of_the_time_until_the_next_step(monkeypatch):
     timed = make_timed()
     timed.prompt_times, timed.token_times, timed.growth_times = [[1.0]], [[0.002, 0.002]], [[0.03]]
-    growth = timed_method.timing_row(timed, timed, 256)["growth"]
+    growth = timing_row(timed, timed, 256)["growth"]
     assert growth == pytest.approx({"ms": 30, "tokens": 48, "share": 0.03 / (48 * 0.002)})
 
 
 def test_the_command_prints_a_table_and_writes_the_file(tmp_path):
-    result = run_in_new_process(
-        "bench",
-        *(
-            str(TINY),
-            "--method",
-            "yarn,dynamic-yarn",
-            "--prompt",
-            "300",
-            "--out",
-            "deep/speed.json",
-        ),
-        *("--decode", "2", "--repeats", "1"),
-        cwd=tmp_path,
-    )
+    path = tmp_path / "deep" / "speed.json"
+    words = ("bench", TINY, "--method", "yarn,dynamic-yarn", "--prompt", "300", "--out", path)
+    result = run_in_this_process(*words, "--decode", "2", "--repeats", "1")
     assert result.returncode == 0, result.stderr
     first, names, *lines = result.stdout.splitlines()
     assert "trained on 256 tokens" in first
@@ -199,47 +188,39 @@ def test_the_command_prints_a_table_and_writes_the_file(tmp_path):
     assert lines[0].startswith("prompt of 300 ")
     assert lines[1].startswith("token after 256 ")
     assert "\r" not in result.stderr  # no progress bars in a log
-    record = json.loads((tmp_path / "deep" / "speed.json").read_text())
+    record = json.loads(path.read_text())
     assert [row["method"] for row in record["methods"]] == ["yarn", "dynamic-yarn"]
 
 
-def test_a_config_is_enough_for_random_weights(tmp_path):
+def test_a_config_is_enough_for_random_weights(tmp_path, monkeypatch):
     """Without --out nothing is written."""
     shutil.copy(TINY / "config.json", tmp_path)
-    result = run_in_new_process(
-        "bench",
-        *(str(tmp_path), "--method", "none", "--random-weights", "--dtype", "bfloat16", "--json"),
-        *("--prompt", "64", "--decode", "2", "--repeats", "1"),
-        cwd=tmp_path,
-    )
+    monkeypatch.chdir(tmp_path)
+    words = ("bench", tmp_path, "--method", "none", "--random-weights", "--dtype", "bfloat16")
+    words = (*words, "--json", "--prompt", "64", "--decode", "2", "--repeats", "1")
+    result = run_in_this_process(*words)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["dtype"] == "bfloat16"
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_help_has_examples():
-    assert "Examples:" in CliRunner().invoke(app, ["bench", "--help"]).stdout
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "fact"),
     [
-        ({"methods": ()}, "at least one method, and each named once, got none"),
-        ({"methods": ("yarn", "yarn")}, "each named once, got yarn, yarn"),
-        ({"methods": ("yran",)}, "did you mean 'yarn'"),
-        ({"methods": ("longrope",)}, "needs the option 'long_factor'"),
-        ({"model": "/no/such"}, "no such folder: /no/such"),
+        ({"methods": ()}, "none"),
+        ({"methods": ("yarn", "yarn")}, "yarn, yarn"),
+        ({"methods": ("yran",)}, "'yarn'"),
+        ({"methods": ("longrope",)}, "'long_factor'"),
+        ({"model": "/no/such"}, "/no/such"),
         ({"factor": 1.0}, "factor must be above 1"),
         ({"factor": float("nan")}, "factor must be above 1"),
-        ({"decode": 0}, "decode must be a whole number of at least 1, got 0"),
-        ({"repeats": 0}, "repeats must be a whole number of at least 1, got 0"),
-        ({"prompt": 0}, "prompt must be a whole number of at least 1, got 0"),
+        *(({name: 0}, f"{name} must be .* 1, got 0") for name in ("decode", "repeats", "prompt")),
         ({"prompt": 4}, "prompt must be longer than 4 tokens, got 4"),
-        ({"decode": 193}, "decode must be at most 192 tokens, because after 1,217"),
-        ({"dtype": "float8"}, "dtype must be one of auto, float32"),
+        ({"decode": 193}, "192 tokens"),
+        ({"dtype": "float8"}, "dtype"),
     ],
 )
-def test_bad_requests_are_refused(changes, message):
+def test_bad_requests_are_refused(changes, fact):
     request = {"methods": ("dynamic-yarn",), **SETTING, **changes}
-    with pytest.raises(ValueError, match=message):
-        speed.bench(speed.SpeedRequest(**request))
+    with pytest.raises(ValueError, match=fact):
+        bench_methods(SpeedRequest(**request))

@@ -1,44 +1,54 @@
-"""Test figures: a question each, few colours and bands, labels that fit, axes that can be read."""
+"""Figures and numbers: a question each, few colours, labels that fit, one unit for an interval."""
 
-from __future__ import annotations
-
+import math
 import random
 import re
-from typing import Any
 
 import pytest
-from report_results import many, results
+from helpers.report_results import many, results
 
 pytest.importorskip("matplotlib")
 
-from rope_patch.evaluation.report import figures, heatmap, panels
-from rope_patch.evaluation.report.ranking import Ranking
-from rope_patch.evaluation.report.results.run_statistics import RunStatistics
+from rope_patch.evaluation import (
+    Ranking,
+    RunStatistics,
+    depth_maps,
+    draw_figures,
+    draw_heat_maps,
+)
+from rope_patch.evaluation.report import format as text_of
+from rope_patch.evaluation.report import panels
+from rope_patch.statistics import Interval
+
+# -- figures ---------------------------------------------------------------------------------------
 
 
-def drawn(measured: dict[str, Any]) -> dict[str, dict[str, str]]:
+def ranked(measured):
     stats = RunStatistics(measured)
-    pictures = figures.draw_figures(stats, Ranking(stats))
-    return {name: picture.svgs for name, picture in pictures.items()}
+    return stats, Ranking(stats)
 
 
 @pytest.fixture(scope="module")
-def of_many() -> dict[str, dict[str, str]]:
-    return drawn(many())
+def of_many():
+    return {name: picture.svgs for name, picture in draw_figures(*ranked(many())).items()}
 
 
-def texts(svg: str) -> list[str]:
+def texts(svg):
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
 
 @pytest.mark.parametrize("width", ["wide", "narrow"])
-def test_each_figure_asks_a_question(of_many: dict[str, dict[str, str]], width: str) -> None:
+def test_each_figure_asks_a_question_and_has_few_labels(of_many, width):
     questions = [" ".join(texts(svgs[width])) for svgs in of_many.values()]
     assert {"answers", "perplexity", "stretch"} <= of_many.keys()
     assert all("?" in text for text in questions)
+    labels = [text.strip() for text in texts(of_many["perplexity"][width])]
+    methods = [text for text in labels if text.startswith("method ")]
+    assert methods == ["method 0", "method 1", "method 2"]
+    assert "10 other methods" in labels
 
 
-def test_few_lines_have_a_colour_and_two_a_band(of_many: dict[str, dict[str, str]]) -> None:
+def test_few_lines_have_a_colour_and_two_a_band(of_many):
     svg = of_many["perplexity"]["wide"]
     lines = re.findall(
         r"<path d=\"[^\"]*\"[^>]*style=\"fill: none;[^\"]*stroke: var\(--(\w+)\)", svg
@@ -49,18 +59,7 @@ def test_few_lines_have_a_colour_and_two_a_band(of_many: dict[str, dict[str, str
     assert bands == {"m0", "m1"}  # the best method and the plain model
 
 
-@pytest.mark.parametrize("width", ["wide", "narrow"])
-def test_labels_are_few_however_many_methods_there_are(
-    of_many: dict[str, dict[str, str]], width: str
-) -> None:
-    labels = [text.strip() for text in texts(of_many["perplexity"][width])]
-    assert [text for text in labels if text.startswith("method ")] == [
-        "method 0", "method 1", "method 2",
-    ]  # fmt: skip
-    assert "10 other methods" in labels
-
-
-def test_every_y_axis_has_three_labels_at_least() -> None:
+def test_every_y_axis_has_three_labels_at_least():
     rng = random.Random(0)
     for _ in range(300):
         low = 10 ** rng.uniform(-1, 4)
@@ -70,32 +69,72 @@ def test_every_y_axis_has_three_labels_at_least() -> None:
         assert all(low <= tick <= high for tick in ticks)
 
 
-def test_accuracy_that_is_the_same_everywhere_is_no_figure() -> None:
-    def panels_of(measured: dict[str, Any]) -> list[panels.Panel]:
-        stats = RunStatistics(measured)
-        return figures._accuracy_panels(stats, Ranking(stats))
-
-    measured = results()
-    assert len(panels_of(measured)) == 1
+@pytest.mark.usefixtures("undrawn")
+def test_accuracy_that_is_the_same_everywhere_is_no_figure():
+    measured = results() | {"perplexity": None}
+    assert "accuracy" in draw_figures(*ranked(measured))
     for task in measured["retrieval"]:
         for rows in task["samples"].values():
             for sample in rows:
                 sample["score"] = 0.0
-    assert panels_of(measured) == []
+    assert "accuracy" not in draw_figures(*ranked(measured))
 
 
-def test_a_heat_map_needs_something_to_show() -> None:
+@pytest.mark.usefixtures("undrawn")
+def test_a_heat_map_needs_something_to_show():
     measured = results()
     task = measured["retrieval"][0]
     for sample in task["samples"]["none"]:
         sample["score"] = 0.0
-    stats = RunStatistics(measured)
-    tables, lines = heatmap.depth_maps(stats, Ranking(stats), task["task"])
+    tables, (line,) = depth_maps(*ranked(measured), task["task"])
     assert [table.name for table in tables] == ["yarn ×2", "linear ×2"]
-    assert lines == ["None right at every length and depth: plain model."]
+    assert "plain model" in line
     for rows in task["samples"].values():
         for sample in rows:
             sample["score"] = 1.0
-    stats = RunStatistics(measured)
-    assert heatmap.depth_maps(stats, Ranking(stats), task["task"]) == ([], [])
-    assert f"retrieval-{task['task']}" not in heatmap.draw_heat_maps(stats, Ranking(stats))
+    assert depth_maps(*ranked(measured), task["task"]) == ([], [])
+    assert f"retrieval-{task['task']}" not in draw_heat_maps(*ranked(measured))
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def interval(estimate, low, high):
+    return Interval(estimate, low, high, 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((1.028, 1.005, 1.051), "+2.8% (+0.5 to +5.1%)"),
+        ((0.97, 0.9, 1.0), "−3.0% (−10.0 to ±0.0%)"),
+        ((1.788, 1.438, 2.224), "+78.8% (+43.8 to +122.4%)"),
+        ((1.485, 0.01, 150.0), "×1.5 (×0.01–150)"),
+        ((2.15, 1.85, 3.5), "×2.1 (×1.9–3.5)"),
+        ((10.0, 8.5, 11.7), "×10 (×8.5–12)"),
+    ],
+)
+def test_a_ratio_and_its_interval_have_one_unit(values, text):
+    ratio = interval(*values)
+    assert f"{text_of.change_text(ratio)} ({text_of.change_range(ratio)})" == text
+
+
+def test_a_column_may_choose_the_unit():
+    ratio = interval(1.028, 1.005, 1.051)
+    assert text_of.change_text(ratio, percent=False, unit=False) == "1.028"
+    assert text_of.change_range(ratio, percent=False, unit=False) == "1.005–1.051"
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "text"),
+    [
+        ("change_range", (1.2, 0, math.inf), ""),
+        ("perplexity_range", (12.0, 0, math.inf), ""),
+        ("nats_range", (0.9, -math.inf, math.inf), ""),
+        ("percent_range", (0.5, 0.34, 0.66), "34–66%"),
+        ("nats_range", (0.61, 0.07, 1.15), "0.07–1.15"),
+        ("nats_range", (0.55, -0.03, 1.12), "−0.03 to 1.12"),
+    ],
+)
+def test_an_interval_has_signs_or_a_dash_and_none_if_nothing_is_known(kind, values, text):
+    assert getattr(text_of, kind)(interval(*values)) == text

@@ -2,16 +2,17 @@
 
 import json
 
+import pytest
 from helpers.commands import run_in_this_process
 from helpers.evaluations import TINY
-from report_results import results
+from helpers.report_results import results
 from transformers import LlamaForCausalLM
 
+from rope_patch.evaluation import find_gaps, gap_sentence, merge_runs, write_report
 from rope_patch.evaluation.measures import perplexity
-from rope_patch.evaluation.merging import merge_runs
-from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
-from rope_patch.evaluation.report.writer import write_report
 from rope_patch.utils.checksums import add_checksum
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def results_without_gaps():
@@ -20,36 +21,36 @@ def results_without_gaps():
     return measured
 
 
-def fail_samples(measured, task, label, length=None, keep=0):
-    """Let a method's samples of a task fail, except the first `keep`."""
-    (entry,) = [entry for entry in measured["retrieval"] if entry["task"] == task]
+def fail_samples(measured, number, label, length=None, keep=0):
+    """Let a method's samples of a task fail, except the first `keep`; return the task's name."""
+    entry = measured["retrieval"][number]
     rows = [row for row in entry["samples"][label] if length in (None, row["length"])]
     for row in rows[keep:]:
         row |= {"score": None, "log_likelihood": None, "error": "RuntimeError: boom"}
-    return measured
+    return entry["task"]
 
 
-def test_a_complete_run_has_no_gaps():
-    assert find_gaps(results_without_gaps()) == []
+def first_line(folder):
+    return (folder / "report.md").read_text().replace("\\", "").splitlines()[0]
 
 
-def test_a_failed_sample_among_others_is_no_gap():
+def test_a_complete_run_and_a_failed_sample_among_others_are_no_gap():
     measured = results_without_gaps()
-    task = measured["retrieval"][0]["task"]
-    assert find_gaps(fail_samples(measured, task, "yarn ×2", 2048, keep=1)) == []
+    assert find_gaps(measured) == []
+    fail_samples(measured, 0, "yarn ×2", 2048, keep=1)
+    assert find_gaps(measured) == []
 
 
 def test_a_score_without_samples_is_a_gap_and_reported_first(tmp_path):
     measured = results_without_gaps()
-    task, other = (entry["task"] for entry in measured["retrieval"][:2])
-    fail_samples(measured, task, "yarn ×2", 8192)
-    fail_samples(measured, other, "linear ×2")
-    names = [f"{task}, yarn ×2, 8,192 tokens", f"{other}, linear ×2"]
+    names = [
+        f"{fail_samples(measured, 0, 'yarn ×2', 8192)}, yarn ×2, 8,192 tokens",
+        f"{fail_samples(measured, 1, 'linear ×2')}, linear ×2",
+    ]
     assert find_gaps(measured) == [f"{name}: RuntimeError: boom" for name in names]
     write_report(measured, tmp_path)
-    sentence = f"Incomplete: 2 parts were not measured ({'; '.join(names)}); the same command"
-    first = (tmp_path / "report.md").read_text().replace("\\", "").splitlines()[0]
-    assert first.startswith(f"**{sentence}")
+    sentence = f"Incomplete: 2 parts were not measured ({'; '.join(names)})"
+    assert first_line(tmp_path).startswith(f"**{sentence}")
     page = (tmp_path / "report.html").read_text()
     assert 0 < page.index(sentence) < page.index("<h1>")
 
@@ -67,8 +68,8 @@ def test_merged_runs_have_the_gaps_of_all():
 
 def test_many_gaps_are_one_sentence():
     text = gap_sentence([f"part {i}: boom" for i in range(9)])
-    assert text.startswith("Incomplete: 9 parts were not measured (part 0; part 1; part 2; part 3;")
-    assert "part 5; 3 more)" in text
+    assert [f"part {i}" in text for i in range(9)] == [True] * 6 + [False] * 3
+    assert "3 more" in text
     assert "boom" not in text
 
 
@@ -85,19 +86,19 @@ def test_a_missing_control_exits_with_1_until_it_is_measured(tmp_path, monkeypat
     assert status == 1
     assert json.loads(out) == json.loads((tmp_path / "out" / "report.json").read_text())
     assert json.loads(out)["perplexity"]["losses"]["none"]
-    sentence = "Incomplete: 1 part was not measured (the control of perplexity); the same command"
-    assert f"\n{sentence} tries again" in f"\n{err}"
-    first = (tmp_path / "out" / "report.md").read_text().splitlines()[0]
+    sentence = "Incomplete: 1 part was not measured (the control of perplexity)"
+    assert sentence in err
+    first = first_line(tmp_path / "out")
     assert first.startswith(f"**{sentence}")
     status, out, err = run_in_this_process("report", tmp_path / "out", "--out", tmp_path / "again")
     assert (status, out.splitlines()[-1]) == (1, f"{tmp_path / 'again' / 'report.html'}")
     assert err.startswith(sentence)
-    assert (tmp_path / "again" / "report.md").read_text().splitlines()[0] == first
+    assert first_line(tmp_path / "again") == first
 
     monkeypatch.setattr(perplexity, "control_loss", original)
     status, out, err = run_in_this_process(*command)
     assert (status, "Incomplete" in err) == (0, False)
-    assert (tmp_path / "out" / "report.md").read_text().startswith("# ")
+    assert first_line(tmp_path / "out").startswith("# ")
 
 
 def test_a_task_without_successful_samples_exits_with_1(tmp_path, monkeypatch):
@@ -113,7 +114,7 @@ def test_a_task_without_successful_samples_exits_with_1(tmp_path, monkeypatch):
     command += ["--depths", "50", "--tasks", "rp_json_kv_ll", "--report", tmp_path]
     status, _, err = run_in_this_process(*command)
     assert status == 1
-    assert "Incomplete: 1 part was not measured (rp_json_kv_ll, none, 352 tokens)" in err
+    assert "rp_json_kv_ll, none, 352 tokens" in err
 
 
 def test_a_report_of_forged_results_names_the_file(tmp_path):
@@ -122,4 +123,5 @@ def test_a_report_of_forged_results_names_the_file(tmp_path):
     (tmp_path / "report.json").write_text(json.dumps(add_checksum(measured)))
     status, out, err = run_in_this_process("report", tmp_path)
     assert (status, out) == (2, "")
-    assert f"error: {tmp_path / 'report.json'} holds what no evaluation writes" in err
+    assert err.startswith("error: ")
+    assert str(tmp_path / "report.json") in err

@@ -1,28 +1,19 @@
 """Test the report: a self-contained page with the same content as its Markdown and JSON."""
 
-from __future__ import annotations
-
+import copy
 import json
 import math
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
-from report_results import TRAINED, many, method, results, retrieval
+from helpers.report_results import TRAINED, many, method, results, retrieval
+
+from rope_patch.evaluation import RunStatistics, write_report
+from rope_patch.utils.checksums import verify_checksum
 
 pytest.importorskip("jinja2")
 image = pytest.importorskip("matplotlib.image")
-
-from matplotlib.figure import Figure  # noqa: E402
-
-from rope_patch.evaluation.report.results.run_statistics import RunStatistics  # noqa: E402
-from rope_patch.evaluation.report.retrieval_tables import tables  # noqa: E402
-from rope_patch.evaluation.report.writer import write_report  # noqa: E402
-from rope_patch.utils.checksums import verify_checksum  # noqa: E402
 
 VOID = {"meta", "br", "hr", "img", "link", "input", "col"}
 FOLDS = re.compile(r"</?details>|<summary>[^<]*</summary>")
@@ -30,39 +21,33 @@ PICTURES = {"accuracy", "answers", "perplexity", "sliding", "stretch"}
 
 
 @pytest.fixture
-def small() -> dict[str, Any]:
+def small():
     """Return results of few tasks and lengths with all parts, for fast reports."""
-    measured = results()
-    few: Any = {"lengths": (2048, 8192), "count": 12}
-    return measured | {"retrieval": [retrieval("rp_niah_single_1", **few)]}
+    few = retrieval("rp_niah_single_1", lengths=(2048, 8192), count=12)
+    return results() | {"retrieval": [few]}
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compose figures without rendering them, which takes most of a report's time."""
-
-    def save(_self: Any, file: Any, *, format: str, **_: Any) -> None:
-        svg = '<svg viewBox="0 0 1 1"><path d="M0 0"/></svg>'
-        file.write(b"PNG" if format == "png" else svg)
-
-    monkeypatch.setattr(Figure, "savefig", save)
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """Write a whole report, figures included."""
+    folder = tmp_path_factory.mktemp("drawn")
+    write_report(results(), folder)
+    return folder
 
 
 class Page(HTMLParser):
     """Check nesting, and collect references, tags, headings and the text of number cells."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__()
-        self.open, self.tags, self.ids, self.cells = (list[str]() for _ in range(4))
-        self.references: list[tuple[str, str, str]] = []
-        self.headings: list[int] = []
-        self.in_cell = False
-        self.text = ""
+        self.open, self.tags, self.ids, self.cells = [], [], [], []
+        self.references, self.headings = [], []
+        self.in_cell, self.text = False, ""
         self.feed(path.read_text(encoding="utf-8"))
         self.close()
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.handle_startendtag(tag, attrs)
         if tag not in VOID:
             self.open.append(tag)
@@ -72,7 +57,7 @@ class Page(HTMLParser):
             self.cells.append("")
             self.in_cell = True
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
         for key, value in attrs:
             if key in ("src", "href", "xlink:href", "srcset"):
@@ -81,80 +66,106 @@ class Page(HTMLParser):
                 self.ids.append(value or "")
             assert not key.startswith("on")
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
         self.in_cell = self.in_cell and tag != "td"
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if not {"style", "script"} & set(self.open):
             self.text += data
         if self.in_cell:
             self.cells[-1] += data
 
 
-def normalise_cells(cells: list[str]) -> list[str]:
+def markdown_of(folder):
+    return (folder / "report.md").read_text(encoding="utf-8")
+
+
+def results_of(folder):
+    text = (folder / "report.json").read_text(encoding="utf-8")
+    return verify_checksum(text, "report.json")
+
+
+def tables_in(markdown):
+    return [table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", markdown, flags=re.M)]
+
+
+def normalised(cells):
     return [re.sub(r"[\s()\\]", "", cell) for cell in cells]
 
 
-def markdown_cells(text: str) -> list[str]:
-    """Return the cells of all tables except those of facts."""
-    cells = []
-    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
-        head, _, *rows = table.splitlines()
-        if head != "| | |":
-            cells += [cell for row in rows for cell in row.strip("| ").split(" | ")[1:]]
-    return cells
+def check_same_content(page, folder):
+    """Compare the numbers of all tables but those of facts, and the pictures."""
+    markdown = markdown_of(folder)
+    cells = [
+        cell
+        for head, _, *rows in tables_in(markdown)
+        if head != "| | |"
+        for row in rows
+        for cell in row.strip("| ").split(" | ")[1:]
+    ]
+    assert normalised(page.cells) == normalised(cells)
+    linked = set(re.findall(r"\(figures/([\w-]+\.png)\)", markdown))
+    assert linked == {path.name for path in (folder / "figures").glob("*")}
+    steps = zip([0, *page.headings], page.headings, strict=False)
+    assert all(after <= before + 1 for before, after in steps)
+    assert len(page.ids) == len(set(page.ids))
 
 
-def without_losses(measured: dict[str, Any]) -> None:
-    measured["perplexity"] |= {"losses": {}, "control": None}
+def change_samples(**changes):
+    """Return a change of all samples of some methods, whose names begin with the keywords'."""
+
+    def change(measured):
+        for label, rows in measured["retrieval"][0]["samples"].items():
+            for row in rows:
+                row |= changes.get(label.split()[0], {})
+
+    return change
+
+
+def without_methods(measured):
+    """Let one method be of no sample, and another one have none left."""
+    samples = measured["retrieval"][0]["samples"]
+    del samples["linear ×2"]
+    samples["yarn ×2"] = []
+    measured["short"][0]["samples"]["yarn ×2"] = [None] * 80
+
+
+def with_long_names(measured):
+    measured["methods"][1]["follows_length"] = True
+    names = [f"a method with a long name {i}" for i in range(12)]
+    measured["methods"].extend(map(method, names))
 
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     "change",
     [
-        lambda r: None,
         lambda r: r.update(perplexity=None),
         lambda r: r.update(retrieval=[]),
-        lambda r: r.update(perplexity=None, retrieval=[]),
         lambda r: r.update(perplexity=None, retrieval=[], short=[], cost={}, control=[]),
         lambda r: r.update(short=[], cost={}, control=[], harness=[]),
         lambda r: r["perplexity"].update(control=None, key_tokens=None, sliding=None),
-        lambda r: r["perplexity"]["control"].update(losses=[{}, {}]),
-        lambda r: r["perplexity"].update(documents=[]),
-        without_losses,
+        lambda r: (r["perplexity"]["control"].update(losses=[{}, {}]), r["methods"].pop(0)),
+        lambda r: r["perplexity"].update(documents=[], losses={}, control=None),
         lambda r: r.update(methods=r["methods"][:1]),
-        lambda r: r.update(methods=r["methods"][1:2]),
         lambda r: r["run"].update(trained_length=32768),
         lambda r: r["run"].update(trained_length=16),
         lambda r: r.update(run={"model": "tiny", "trained_length": TRAINED}),
-        lambda r: r["methods"].extend(method(f"a method with a long name {i}") for i in range(12)),
-        lambda r: r["methods"][1].update(follows_length=True),
-        lambda r: r["retrieval"][0]["samples"].pop("linear ×2"),
-        lambda r: r["retrieval"][0]["samples"].update({"yarn ×2": []}),
-        lambda r: [s.update(score=None, error="no") for s in r["retrieval"][0]["samples"]["none"]],
-        lambda r: [s.update(log_likelihood=None) for s in r["retrieval"][0]["samples"]["none"]],
-        lambda r: [s.update(score=1 / 3) for s in r["retrieval"][0]["samples"]["yarn ×2"]],
-        lambda r: [s.update(score=0.0) for s in r["retrieval"][0]["samples"]["none"]],
-        lambda r: r["short"][0]["samples"].update({"yarn ×2": [None] * 80}),
+        with_long_names,
+        without_methods,
+        change_samples(none={"score": None, "error": "no"}),
+        change_samples(none={"log_likelihood": None}, yarn={"score": 1 / 3}),
     ],
 )
-def test_a_report_renders_with_any_part_missing(small: Any, tmp_path: Path, change: Any) -> None:
+def test_a_report_renders_with_any_part_missing(small, tmp_path, change):
     change(small)
-    page = Page(write_report(small, tmp_path))
-    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert normalise_cells(page.cells) == normalise_cells(markdown_cells(markdown))
-    linked = set(re.findall(r"\(figures/([\w-]+\.png)\)", markdown))
-    assert linked == {path.name for path in (tmp_path / "figures").glob("*")}
-    steps = zip([0, *page.headings], page.headings, strict=False)
-    assert all(after <= before + 1 for before, after in steps)
-    written = (tmp_path / "report.json").read_text(encoding="utf-8")
-    assert verify_checksum(written, "report.json") == json.loads(json.dumps(small))
+    check_same_content(Page(write_report(small, tmp_path)), tmp_path)
+    assert results_of(tmp_path) == json.loads(json.dumps(small))
 
 
-def test_html_needs_no_other_file(tmp_path: Path) -> None:
-    path = write_report(results(), tmp_path)
+def test_html_needs_no_other_file(drawn):
+    path = drawn / "report.html"
     page = Page(path)
     assert not {"link", "iframe", "object", "embed", "img"} & set(page.tags)
     for tag, key, value in page.references:
@@ -162,27 +173,32 @@ def test_html_needs_no_other_file(tmp_path: Path) -> None:
         assert arxiv or value.startswith("#"), key
     text = path.read_text(encoding="utf-8")
     assert "@import" not in text
-    assert len(page.ids) == len(set(page.ids))
     assert {value[1:] for _, _, value in page.references if value[0] == "#"} <= set(page.ids)
     assert all(url.startswith("#") for url in re.findall(r"url\(([^)]*)\)", text))
     assert path.stat().st_size < 2e6
 
 
-def test_figures_are_valid_show_something_and_have_names(tmp_path: Path) -> None:
-    html = write_report(results(), tmp_path).read_text(encoding="utf-8")
-    for path in (tmp_path / "figures").glob("*.png"):
+def test_figures_are_valid_show_something_and_have_names(drawn):
+    for path in (drawn / "figures").glob("*.png"):
         pixels = image.imread(path)
         assert pixels.shape[1] > 400
         assert pixels[..., :3].std() > 0.02
-    drawn = {path.stem for path in (tmp_path / "figures").glob("*.png")}
     heat = {"retrieval-rp_niah_single_1", "retrieval-rp_niah_multikey_1_ll"}
-    assert drawn == PICTURES | heat
+    assert {path.stem for path in (drawn / "figures").glob("*.png")} == PICTURES | heat
+    html = (drawn / "report.html").read_text(encoding="utf-8")
     titles = re.findall(r'<svg role="img"[^>]*>\s*<title>([^<]+)</title>', html)
     assert len(titles) == html.count("<svg") == 2 * len(PICTURES)
 
 
+def test_same_results_make_the_same_report(small, tmp_path):
+    small["perplexity"] = None
+    small["methods"].pop()
+    first = write_report(small, tmp_path / "a").read_bytes()
+    assert write_report(small, tmp_path / "b").read_bytes() == first
+
+
 @pytest.mark.usefixtures("undrawn")
-def test_pictures_of_an_earlier_report_are_deleted(small: Any, tmp_path: Path) -> None:
+def test_pictures_of_an_earlier_report_are_deleted(small, tmp_path):
     write_report(small, tmp_path)
     (tmp_path / "figures" / "mine.png").write_bytes(b"")
     write_report(small | {"perplexity": None}, tmp_path)
@@ -190,14 +206,8 @@ def test_pictures_of_an_earlier_report_are_deleted(small: Any, tmp_path: Path) -
     assert names == {"accuracy", "answers", "stretch", "retrieval-rp_niah_single_1", "mine"}
 
 
-def test_same_results_make_the_same_report(small: Any, tmp_path: Path) -> None:
-    small["perplexity"] = None
-    first = write_report(small, tmp_path / "a").read_bytes()
-    assert write_report(small, tmp_path / "b").read_bytes() == first
-
-
 @pytest.mark.usefixtures("undrawn")
-def test_hostile_strings_stay_text(small: dict[str, Any], tmp_path: Path) -> None:
+def test_hostile_strings_stay_text(small, tmp_path):
     bad = "<script>alert('x')</script> \"><b> | `rm` $x^2$ [a](http://e.com) *s*\n# h"
     label = f"_{bad}"
     small["run"] |= {"name": bad, "versions": {bad: bad}, "command": f"{bad}\n```\n# h"}
@@ -221,17 +231,16 @@ def test_hostile_strings_stay_text(small: dict[str, Any], tmp_path: Path) -> Non
     assert page.tags.count("script") == 1
     assert "b" not in page.tags
     assert "<script>alert('x')</script>" in page.text
-    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
-    outside = re.sub(r"^(`{3,})\w+\n.*?^\1$", "", markdown, flags=re.M | re.S)
+    outside = re.sub(r"^(`{3,})\w+\n.*?^\1$", "", markdown_of(tmp_path), flags=re.M | re.S)
     outside = FOLDS.sub("", outside)
     assert not re.search(r"(?<!\\)<\w|(?<!\\)\]\(http|^# h", outside, flags=re.M)
-    for table in re.findall(r"(?:^\|.*\n)+", outside, flags=re.M):
-        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
+    for rows in tables_in(outside):
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_failure_leaves_an_earlier_report_untouched(small: Any, tmp_path: Path) -> None:
-    def contents() -> dict[Path, bytes]:
+def test_a_failure_leaves_an_earlier_report_untouched(small, tmp_path):
+    def contents():
         return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     write_report(small, tmp_path)
@@ -245,7 +254,7 @@ def test_a_failure_leaves_an_earlier_report_untouched(small: Any, tmp_path: Path
     assert contents() == before
 
 
-def test_infinite_losses_and_zero_frequencies_render(small: dict[str, Any], tmp_path: Path) -> None:
+def test_infinite_losses_and_zero_frequencies_render(small, tmp_path, request):
     small["perplexity"]["losses"]["none"][0][-1] = math.inf
     small["perplexity"]["losses"]["linear ×2"] = [[math.inf] * 128] * 2
     small["perplexity"]["losses"]["yarn ×2"][1][-2] = 700.0
@@ -255,98 +264,88 @@ def test_infinite_losses_and_zero_frequencies_render(small: dict[str, Any], tmp_
     text = (tmp_path / "report.json").read_text(encoding="utf-8")
     again = json.loads(text, parse_constant=pytest.fail)  # called for what JSON does not know
     assert float(again["perplexity"]["losses"]["none"][0][-1]) == math.inf
-    assert Page(write_report(verify_checksum(text, "report.json"), tmp_path)).cells == page.cells
+    request.getfixturevalue("undrawn")
+    assert Page(write_report(results_of(tmp_path), tmp_path)).cells == page.cells
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_several_layer_types_are_listed(small: dict[str, Any], tmp_path: Path) -> None:
+def test_a_control_with_half_the_context_has_a_row_and_old_results_none(small, tmp_path):
+    first = small["perplexity"]["control"]
+    assert not (old := RunStatistics(small)).short_control
+    losses = [{end: math.log(40.0) for end in ends} for ends in first["losses"]]
+    small["perplexity"] |= {"short_control": {"context": 1024, "losses": losses}}
+    new = RunStatistics(small)
+    assert len(new.short_control) == len(new.control) > 0
+    assert all(i.estimate == pytest.approx(40.0) for i in new.short_control.values())
+    for label in new.losses:  # compared with the first control alone
+        assert new.ratio_to_control(label) == old.ratio_to_control(label)
+    write_report(small, tmp_path)
+    rows = re.findall(r"^\| text cut to ([\d,]+) \|", markdown_of(tmp_path), flags=re.M)
+    assert rows == ["2,048", "1,024"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_a_page_marks_and_says_of_its_samples(small, tmp_path):
+    """Values beyond the trained length, few samples a cell, and the geometry by layer type."""
     for part in (small["methods"][1]["frequencies"], small["run"]["geometry"]):
         part |= {"full_attention": part["all"], "sliding_attention": part.pop("all")}
-    text = Page(write_report(small, tmp_path)).text
-    assert "full_attention: theta 10,000" in text
-    assert "sliding_attention: theta 10,000" in text
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_values_beyond_the_trained_length_are_marked(small: Any, tmp_path: Path) -> None:
-    html = write_report(small, tmp_path).read_text(encoding="utf-8")
+    path = write_report(small, tmp_path)
+    html = path.read_text(encoding="utf-8")
     heads = re.findall(r'<th scope="col" class="number( beyond)?">([\d,]+)</th>', html)
     lengths = [(int(text.replace(",", "")), bool(beyond)) for beyond, text in heads]
     assert {(length > TRAINED, beyond) for length, beyond in lengths} == {(True,) * 2, (False,) * 2}
-
-
-def test_few_samples_are_no_rate(small: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
-    note = "With fewer than 10 samples a cell"
-    assert note in Page(write_report(small, tmp_path)).text
-    enough: Any = {"lengths": (2048,), "count": 30}
-    small["retrieval"] = [retrieval("rp_niah_single_1", **enough)]
+    text = Page(path).text
+    assert "full_attention: theta 10,000" in text
+    assert "sliding_attention: theta 10,000" in text
+    note = "fewer than 10 samples a cell"
+    assert note in text
+    small["retrieval"] = [retrieval("rp_niah_single_1", lengths=(2048,), count=30)]
     assert note not in Page(write_report(small, tmp_path)).text
 
 
-def test_significance_is_marked_and_explained() -> None:
-    """30 of 30 against none is significant; equal scores are not."""
-    few: Any = {"lengths": (2048, 8192), "count": 30}
-    task = retrieval("rp_niah_single_1", **few)
-    for label, scores in {"none": (1, 0), "yarn ×2": (1, 1), "linear ×2": (1, 0)}.items():
-        for sample in task["samples"][label]:
-            sample |= {"score": scores[sample["length"] > TRAINED], "text": sample["id"]}
-    (table,) = tables(RunStatistics(results() | {"retrieval": [task]}))
-    texts = {row.name: [cell.text for cell in row.cells] for row in table.rows}
-    assert texts == {
-        "plain model": ["100%", "0%"],
-        "yarn ×2": ["100%", "▲◆ 100%"],
-        "linear ×2": ["100%", "0%"],
-    }
-    tip = table.rows[1].cells[1].tip
-    assert "against the plain model +100.0 points" in tip
-    assert "p < 0.001 after Holm over 2 methods; better than each other method, p < 0.001" in tip
+@pytest.mark.usefixtures("undrawn")
+def test_a_task_without_any_difference_is_one_line(small, tmp_path):
+    for rows in small["retrieval"][0]["samples"].values():
+        for sample in rows:
+            sample["score"] = 0.0
+    page = Page(write_report(small, tmp_path))
+    assert page.text.count("niah_single_1: 0 of 72 answers are right") == 1
+    assert "Accuracy by depth" not in page.text
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_several_runs_render_side_by_side(small: dict[str, Any], tmp_path: Path) -> None:
-    other = json.loads(json.dumps(small))
+def test_several_runs_render_side_by_side(small, tmp_path):
+    other = copy.deepcopy(small)
     other["run"] |= {"name": "Other-2B", "trained_length": 2048, "weights": "others"}
-    printed: list[str] = []
+    printed = []
     page = Page(write_report([small, other], tmp_path, printed.append))
+    check_same_content(page, tmp_path)
     title, *lines = "".join(printed).splitlines()
-    assert title == "2 evaluations: Tiny-1B, Other-2B"
-    assert [line[:8] for line in lines if line.startswith(("Tiny-1B: ", "Other-2B: "))] == [
-        "Tiny-1B:", "Other-2B",
-    ]  # fmt: skip
+    assert title.endswith("2 evaluations: Tiny-1B, Other-2B")
+    assert title in page.text
+    starts = [line.split(": ")[0] for line in lines if line.startswith(("Tiny-1B: ", "Other-2B: "))]
+    assert starts == ["Tiny-1B", "Other-2B"]
     rows = [line for line in lines if line.startswith(("  Tiny-1B, ", "  Other-2B, "))]
     assert len(rows) == 2 * len(small["methods"])
-    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert normalise_cells(page.cells) == normalise_cells(markdown_cells(markdown))
     assert page.headings[0] == 1
-    assert "2 evaluations: Tiny-1B, Other-2B" in page.text
-    assert len(page.ids) == len(set(page.ids))
-    linked = set(re.findall(r"\(figures/([\w-]+\.png)\)", markdown))
-    assert linked == {path.name for path in (tmp_path / "figures").glob("*")}
-    assert {name.split("-")[0] for name in linked} == {"run1", "run2"}
-    loaded = verify_checksum((tmp_path / "report.json").read_text(encoding="utf-8"), "report.json")
+    pictures = {path.name.split("-")[0] for path in (tmp_path / "figures").glob("*")}
+    assert pictures == {"run1", "run2"}
+    loaded = results_of(tmp_path)
     assert [run["run"]["name"] for run in loaded["runs"]] == ["Tiny-1B", "Other-2B"]
     assert Page(write_report(loaded, tmp_path)).cells == page.cells
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_runs_of_the_same_name_are_numbered(small: dict[str, Any], tmp_path: Path) -> None:
     small["perplexity"] = None
-    page = Page(write_report([small, small], tmp_path))
-    assert "2 evaluations: Tiny-1B (1), Tiny-1B (2)" in page.text
+    page = Page(write_report([small, small], tmp_path))  # of the same name: numbered
+    assert "Tiny-1B (1), Tiny-1B (2)" in page.text
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_runs_on_the_same_samples_are_merged(small: Any, tmp_path: Path) -> None:
-    def only(*labels: str) -> dict[str, Any]:
-        part = json.loads(json.dumps(small))
+def test_runs_on_the_same_samples_are_merged(small, tmp_path):
+    def only(*labels):
+        part = copy.deepcopy(small)
         part["methods"] = [m for m in part["methods"] if m["label"] in labels]
-        perplexity_parts = [
-            part["perplexity"],
-            part["perplexity"]["sliding"],
-            part["perplexity"]["key_tokens"],
-        ]
+        whole = part["perplexity"]
         for entry, key in [
-            *((entry, "losses") for entry in perplexity_parts),
+            *((entry, "losses") for entry in (whole, whole["sliding"], whole["key_tokens"])),
             *((entry, "samples") for entry in [*part["retrieval"], *part["short"]]),
             *((entry, "metrics") for entry in part["harness"]),
             (part, "cost"),
@@ -357,40 +356,16 @@ def test_runs_on_the_same_samples_are_merged(small: Any, tmp_path: Path) -> None
     expected = Page(write_report(small, tmp_path)).cells
     first, second = only("none", "yarn ×2"), only("none", "linear ×2")
     assert Page(write_report([first, second], tmp_path)).cells == expected
-    loaded = verify_checksum((tmp_path / "report.json").read_text(encoding="utf-8"), "report.json")
-    assert loaded == {"runs": [first, second]}
+    assert results_of(tmp_path) == json.loads(json.dumps({"runs": [first, second]}))
     second["retrieval"][0]["samples"]["linear ×2"][0]["id"] = "of another sample"
     assert "2 evaluations" in Page(write_report([first, second], tmp_path)).text
 
 
-def test_the_package_does_not_need_matplotlib() -> None:
-    code = "import rope_patch, sys; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.usefixtures("undrawn")
-def test_a_task_without_any_difference_is_one_line(small: dict[str, Any], tmp_path: Path) -> None:
-    for rows in small["retrieval"][0]["samples"].values():
-        for sample in rows:
-            sample["score"] = 0.0
-    page = Page(write_report(small, tmp_path))
-    line = "niah_single_1: 0 of 72 answers are right, whatever the method, length and depth."
-    assert page.text.count(line) == 1
-    assert "Accuracy by depth" not in page.text
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_markdown_has_the_order_of_the_page(tmp_path: Path) -> None:
-    page = Page(write_report(many(), tmp_path))
-    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert normalise_cells(page.cells) == normalise_cells(markdown_cells(markdown))
-    marks = [
-        "**This run cannot decide ",
-        "| method |",
-        "6 more rows",
-        "The numbers behind it",
-        "## ",
-    ]
+def test_markdown_has_the_order_of_the_page(tmp_path):
+    check_same_content(Page(write_report(many(), tmp_path)), tmp_path)
+    markdown = markdown_of(tmp_path)
+    marks = ["**", "| method |", "6 more rows", "The numbers behind it", "## "]
     places = [markdown.index(mark) for mark in marks]
     assert places == sorted(places)
     first = markdown[places[1] : places[2]]

@@ -1,20 +1,15 @@
 """Test the report in a real browser: no errors, all figures, filters, tooltips and printing."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from report_results import many, results
+from helpers.report_results import many, results
+
+from rope_patch.evaluation import write_report
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 playwright = pytest.importorskip("playwright.sync_api")
-
-from rope_patch.evaluation.report.writer import write_report  # noqa: E402
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), "")
@@ -22,7 +17,7 @@ pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium in PATH")
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+def address(tmp_path_factory):
     first, second = results(), results()
     second["run"] |= {"name": "Other-2B", "weights": "others"}
     second["methods"] = second["methods"][:2]
@@ -31,12 +26,12 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def many_methods(tmp_path_factory: pytest.TempPathFactory) -> str:
+def many_methods(tmp_path_factory):
     return write_report(many(), tmp_path_factory.mktemp("many")).as_uri()
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     with playwright.sync_playwright() as started:
         chromium = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield chromium
@@ -44,12 +39,12 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(browser: Any, address: str) -> Iterator[Any]:
+def open_page(browser, address):
     """Open the report; fail at the end if the page had errors or requests."""
-    contexts: list[Any] = []
-    errors: list[str] = []
+    contexts = []
+    errors = []
 
-    def open_with(address: str = address, **options: Any) -> Any:
+    def open_with(address=address, **options):
         options.setdefault("viewport", {"width": 1200, "height": 900})
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
@@ -67,9 +62,7 @@ def open_page(browser: Any, address: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("width", [1200, 375])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_figure_is_drawn_and_nothing_overflows(
-    open_page: Any, width: int, scheme: str
-) -> None:
+def test_every_figure_is_drawn_and_nothing_overflows(open_page, width, scheme):
     page = open_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     kind = "wide" if width > 640 else "narrow"
     boxes = [figure.bounding_box() for figure in page.locator(f"figure .{kind} svg").all()]
@@ -83,12 +76,12 @@ def test_every_figure_is_drawn_and_nothing_overflows(
     assert light == (scheme == "light")
 
 
-def test_filters_hide_methods_and_tasks_everywhere(open_page: Any) -> None:
+def test_filters_hide_methods_and_tasks_everywhere(open_page):
     page = open_page()
     status = page.locator("[role=status]")
     assert status.text_content() == "Showing 3 of 3 methods and 3 of 3 tasks."
 
-    def count_visible(selector: str) -> int:
+    def count_visible(selector):
         return sum(element.is_visible() for element in page.locator(selector).all())
 
     rows = page.locator("tr", has_text="yarn ×2").first
@@ -115,7 +108,7 @@ def test_filters_hide_methods_and_tasks_everywhere(open_page: Any) -> None:
     assert status.inner_text() == "Showing 3 of 3 methods and 3 of 3 tasks."
 
 
-def test_tooltips_follow_pointer_and_keyboard(open_page: Any) -> None:
+def test_tooltips_follow_pointer_and_keyboard(open_page):
     page = open_page()
     tip = page.get_by_role("tooltip")
     cell = page.locator(".heat td[data-tip]").first
@@ -144,7 +137,7 @@ def test_tooltips_follow_pointer_and_keyboard(open_page: Any) -> None:
     assert box["x"] + box["width"] <= 1200
 
 
-def test_each_table_is_one_tab_stop(open_page: Any) -> None:
+def test_each_table_is_one_tab_stop(open_page):
     page = open_page()
     stops = "t => t.querySelectorAll('[tabindex=\"0\"]').length"
     assert {table.evaluate(stops) for table in page.locator(".heat").all()} == {1}
@@ -152,7 +145,7 @@ def test_each_table_is_one_tab_stop(open_page: Any) -> None:
     assert page.evaluate("document.activeElement.textContent") == "Skip to the results"
 
 
-def test_without_scripts_all_content_is_visible(open_page: Any) -> None:
+def test_without_scripts_all_content_is_visible(open_page):
     page = open_page(java_script_enabled=False)
     assert page.locator("form").count() == 1
     assert not page.locator("form").is_visible()
@@ -160,7 +153,7 @@ def test_without_scripts_all_content_is_visible(open_page: Any) -> None:
     assert page.locator("tr", has_text="yarn ×2").first.is_visible()
 
 
-def test_the_report_prints(open_page: Any, tmp_path: Path) -> None:
+def test_the_report_prints(open_page, tmp_path):
     page = open_page(color_scheme="dark")
     page.emulate_media(media="print")
     assert not page.locator("form").is_visible()
@@ -173,7 +166,7 @@ def test_the_report_prints(open_page: Any, tmp_path: Path) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 1200
 
 
-def test_eight_rows_are_shown_and_the_rest_folds_open(open_page: Any, many_methods: str) -> None:
+def test_eight_rows_are_shown_and_the_rest_folds_open(open_page, many_methods):
     page = open_page(many_methods)
     rows = page.locator(".first tbody tr")
     assert rows.count() == 14
@@ -184,7 +177,7 @@ def test_eight_rows_are_shown_and_the_rest_folds_open(open_page: Any, many_metho
     assert top < 200  # nothing but the title stands above the sentence
 
 
-def test_all_folds_are_open_in_print(open_page: Any, many_methods: str) -> None:
+def test_all_folds_are_open_in_print(open_page, many_methods):
     page = open_page(many_methods)
     page.emulate_media(media="print")
     folded = page.locator(".fold tbody tr, .details li")
@@ -194,9 +187,7 @@ def test_all_folds_are_open_in_print(open_page: Any, many_methods: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_what_is_cut_on_a_phone_has_a_sign_that_it_scrolls(
-    open_page: Any, many_methods: str, scheme: str
-) -> None:
+def test_what_is_cut_on_a_phone_has_a_sign_that_it_scrolls(open_page, many_methods, scheme):
     page = open_page(many_methods, viewport={"width": 390, "height": 844}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     # Whatever is wider than the page is within a part that scrolls.
@@ -218,9 +209,7 @@ def test_what_is_cut_on_a_phone_has_a_sign_that_it_scrolls(
     assert first.evaluate(sign) == [True, True, False]
 
 
-def test_a_row_of_several_methods_goes_with_the_last_of_them(
-    open_page: Any, many_methods: str
-) -> None:
+def test_a_row_of_several_methods_goes_with_the_last_of_them(open_page, many_methods):
     page = open_page(many_methods)
     page.get_by_text("Show only some methods").click()
     row = page.locator("tr", has_text="method 0 = method 13").first

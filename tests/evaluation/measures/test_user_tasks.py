@@ -14,10 +14,11 @@ from lm_eval.models.huggingface import HFLM
 from scipy.stats import sem, t
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch.evaluation.report.results.run_statistics import RunStatistics
-from rope_patch.evaluation.results_schema import RunRecord
+from rope_patch.evaluation import RunRecord, RunStatistics
 from rope_patch.statistics import accuracy, mcnemar
 from rope_patch.utils.checksums import verify_checksum
+
+pytestmark = pytest.mark.usefixtures("never_drawn")
 
 CLUSTERS = [0, 0, 1, 1, 2, 2]  # two samples of my_lists share a text
 

@@ -1,10 +1,9 @@
 """Simulated results of an evaluation, in which each method's true scores are known."""
 
-from __future__ import annotations
-
 import math
 import random
-from typing import Any
+
+from rope_patch.evaluation import RunStatistics
 
 TRAINED, BLOCK, WINDOW = 4096, 64, 512
 LENGTHS = (2048, 4096, 6144, 8192)
@@ -17,7 +16,7 @@ CHANCES = {"none": (0.98, 0.02), "yarn ×2": (0.97, 0.96), "linear ×2": (0.8, 0
 PERPLEXITIES = {"none": (16.0, 200.0), "yarn ×2": (16.2, 15.5), "linear ×2": (20.0, 21.0)}
 
 
-def method(label: str) -> dict[str, Any]:
+def method(label):
     """Return a patched method's entry."""
     unscaled = [10000.0 ** (-i / 16) for i in range(16)]
     inv_freq = [f / (1 + i / 15) for i, f in enumerate(unscaled)]
@@ -35,15 +34,7 @@ def method(label: str) -> dict[str, Any]:
     }
 
 
-def samples(
-    task: str,
-    chances: tuple[float, float] = (1.0, 1.0),
-    *,
-    lengths: tuple[int, ...] = LENGTHS,
-    depths: tuple[int, ...] | tuple[None] = (10, 50, 90),
-    count: int = 30,
-    label: str = "",
-) -> list[dict[str, Any]]:
+def samples(task, chances=(1.0, 1.0), *, lengths=LENGTHS, depths=(10, 50, 90), count=30, label=""):
     """Return a method's samples of a task, right with a chance within and beyond."""
     rows = []
     for length in lengths:
@@ -64,7 +55,7 @@ def samples(
     return rows
 
 
-def retrieval(task: str, labels: tuple[str, ...] = LABELS, **options: Any) -> dict[str, Any]:
+def retrieval(task, labels=LABELS, **options):
     """Return a task's entry with all methods."""
     lengths = options.get("lengths", LENGTHS)
     depths = options.get("depths", (10, 50, 90))
@@ -78,7 +69,7 @@ def retrieval(task: str, labels: tuple[str, ...] = LABELS, **options: Any) -> di
     }
 
 
-def losses(label: str, documents: int = 2, tokens: int = 8192) -> list[list[float]]:
+def losses(label, documents=2, tokens=8192):
     """Return mean losses of blocks: the same text for all methods, at the method's level."""
     documents_losses = []
     for i in range(documents):
@@ -94,7 +85,7 @@ def losses(label: str, documents: int = 2, tokens: int = 8192) -> list[list[floa
     return documents_losses
 
 
-def perplexity(labels: tuple[str, ...] = LABELS) -> dict[str, Any]:
+def perplexity(labels=LABELS):
     """Return the entry of perplexity with all parts."""
     ends = range(2 * WINDOW, 8193, 2 * WINDOW)
     steps = {length: [[2.9 - length / 1e4] * 6] * 2 for length in LENGTHS}
@@ -127,7 +118,7 @@ def perplexity(labels: tuple[str, ...] = LABELS) -> dict[str, Any]:
     }
 
 
-def short(task: str, labels: tuple[str, ...] = LABELS, count: int = 80) -> dict[str, Any]:
+def short(task, labels=LABELS, count=80):
     """Return a short task's entry: nearly the same scores under every method."""
     rng = random.Random(task)
     base = [int(rng.random() < 0.6) for _ in range(count)]
@@ -140,7 +131,7 @@ def short(task: str, labels: tuple[str, ...] = LABELS, count: int = 80) -> dict[
     return {"task": task, "n": count, "chance": 0.25, "samples": scores}
 
 
-def cost(labels: tuple[str, ...] = LABELS) -> dict[str, Any]:
+def cost(labels=LABELS):
     """Return the entry of time and memory."""
     one = {"prompt_seconds": 2.0, "prompt_tokens": 4096, "token_seconds": 0.041}
     one |= {"cache_bytes": 94371840, "peak_bytes": 3_000_000_000}
@@ -149,7 +140,7 @@ def cost(labels: tuple[str, ...] = LABELS) -> dict[str, Any]:
     return {label: one | (ratios if i else first) for i, label in enumerate(labels)}
 
 
-def results() -> dict[str, Any]:
+def results():
     """Return a whole evaluation: the plain model, a good method and a poor one."""
     rotation = {"head_dim": 32, "rotary_dim": 16, "theta": 1e4, "trained_length": TRAINED}
     run = {
@@ -175,7 +166,6 @@ def results() -> dict[str, Any]:
         "per_text": 2,
         "not_run": ["rp_qa_1: its data set is not there"],
     }
-    everywhere: Any = {"depths": (None,)}
     control = samples("rp_niah_single_1", (0.0, 0.0), lengths=(2048,), count=12)
     return {
         "run": run,
@@ -184,7 +174,7 @@ def results() -> dict[str, Any]:
         "retrieval": [
             retrieval("rp_niah_single_1"),
             retrieval("rp_niah_multikey_1_ll"),
-            retrieval("rp_vt", **everywhere),
+            retrieval("rp_vt", depths=(None,)),
         ],
         "control": [
             {
@@ -205,15 +195,14 @@ def results() -> dict[str, Any]:
     }
 
 
-def many(count: int = 14) -> dict[str, Any]:
+def many(count=14):
     """Return a small evaluation of many methods, each a bit worse than the one before.
 
     The last one has the first one's numbers everywhere.
     """
     measured = results()
     labels = [f"method {i}" for i in range(count)]
-    few: Any = {"lengths": (2048, 8192), "count": 12}
-    base = retrieval("rp_niah_single_1", **few)
+    base = retrieval("rp_niah_single_1", lengths=(2048, 8192), count=12)
     plain, good = base["samples"]["none"], base["samples"]["yarn ×2"]
     base["samples"] = {"none": plain} | {
         label: [s | {"log_likelihood": s["log_likelihood"] - i % (count - 1)} for s in good]
@@ -235,3 +224,42 @@ def many(count: int = 14) -> dict[str, Any]:
         "cost": cost(("none", *labels)),
         "harness": [],
     }
+
+
+def statistics_of(tasks, trained, control=(), **run):
+    """Return the statistics of a run with these samples by task and method.
+
+    Args:
+        tasks: The samples of each method, by task; `none` is the plain model.
+        trained: The trained length.
+        control: Entries of questions without their answers in the text.
+        **run: More of what is known of the run.
+    """
+    labels = next(iter(tasks.values()))
+    return RunStatistics(
+        {
+            "run": {"trained_length": trained, **run},
+            "methods": [{"label": m, "method": None if m == "none" else m} for m in labels],
+            "retrieval": [
+                {
+                    "task": task,
+                    "lengths": sorted({row["length"] for rows in of.values() for row in rows}),
+                    "depths": [50],
+                    "samples": of,
+                }
+                for task, of in tasks.items()
+            ],
+            "control": list(control),
+        }
+    )
+
+
+def leave_undrawn(monkeypatch):
+    """Compose figures without rendering them, which takes most of a report's time."""
+    from matplotlib.figure import Figure
+
+    def save(_, file, *, format, **options):
+        svg = '<svg viewBox="0 0 1 1"><path d="M0 0"/></svg>'
+        file.write(b"\x89PNG" if format == "png" else svg)
+
+    monkeypatch.setattr(Figure, "savefig", save)

@@ -1,0 +1,202 @@
+"""Test wrong words and damaged files: one error line each, no traceback, and nothing written.
+
+The other commands' words are in the tests of their rooms.
+"""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.commands import run_in_this_process
+
+import rope_patch
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
+DEEP = "[" * 3000 + "]" * 3000
+WITH_VERDICTS = {"verify", "env", "bench", "eval", "compare", "report"}  # 1 is a verdict of theirs
+
+
+def error_line(*words):
+    """Return the single error line of a command."""
+    result = run_in_this_process(*words)
+    assert result.returncode == (2 if words[0] in WITH_VERDICTS else 1)
+    assert result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: ")
+    return line
+
+
+# The words of commands, in which TINY is a model, and what the error names.
+YARN = "--method yarn --factor 4"
+DIAGNOSE_YARN = "diagnose TINY --method yarn"
+BETA_FAST = f"{DIAGNOSE_YARN} --factor 4 --option beta_fast="
+REFUSED = [
+    ("methods yran", "'yarn'"),
+    ("diagnose /no/such", "no such folder: /no/such"),
+    ("diagnose TINY --option beta_fast", "KEY=VALUE"),
+    ("diagnose TINY --factor 0.5", "--factor must be at least 1"),
+    ("diagnose TINY --factor 2 --length 512", "exactly one of --factor and --length"),
+    ("diagnose TINY --length 0", "--length must be a whole number"),
+    ("diagnose TINY --method yran", "'yarn'"),
+    ("diagnose TINY --start nowhere", "start must be one of"),
+    ("diagnose TINY --layer-types full_attention", "all layers alike"),
+    ("diagnose no/such/folder --picture a.gif", "an .svg or a .png file"),
+    (f"{DIAGNOSE_YARN} --length 128", "the trained length, 256 tokens"),
+    (f"{DIAGNOSE_YARN} --factor 1e308", "1e+308"),
+    (f"{DIAGNOSE_YARN} --length {'9' * 400}", "length must be finite"),
+    (f"{BETA_FAST}'", "--option beta_fast=': expected a number"),
+    (
+        f"{BETA_FAST}!!python/object/apply:os.abort",
+        "constructor",
+    ),
+    (f"{BETA_FAST}{'[' * 1200}", "[[[ ...: expected"),
+    (f"{BETA_FAST}2020-13-45", "month"),
+    ("eval TINY --method yarn --lengths many", "--lengths"),
+    ("eval TINY --method yarn", "got neither; for example --factor 4, or --length 1024"),
+    ("eval TINY --method yarn --factor 2 --length 512", "got --factor 2.0 and --length 512"),
+    ("eval TINY --method yarn --length 12", "--length must be at least the trained length, 256"),
+    ("recommend TINY --length 512 --minutes 0", "--minutes must be more than 0"),
+    (f"patch TINY {YARN} --to new --weights move", "--weights must be link or copy"),
+    ("patch TINY --method yarm --factor 4 --to new", "'yarm'"),
+    ("patch TINY --method yarn --to new", "exactly one of --factor and --length"),
+    ("env TINY", "--check"),
+    (f"verify http://127.0.0.1:9 --against TINY {YARN}", "127.0.0.1:9"),
+    ("verify http://127.0.0.1:9 --against no/such/folder", "127.0.0.1:9"),
+    ("search TINY --length 512 --device-map xpu:0", "'xpu:0'"),
+]
+
+
+@pytest.mark.parametrize(("words", "fact"), REFUSED, ids=range(len(REFUSED)))
+def test_wrong_words_are_one_error_line_and_write_nothing(words, fact, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = error_line(*(TINY if word == "TINY" else word for word in words.split()))
+    assert fact in line
+    assert not list(tmp_path.iterdir())
+
+
+# -- damaged files ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged_model(tmp_path):
+    """Copy the tiny Llama with other files in it; None omits a file."""
+
+    def copy_with(**files):
+        shutil.copytree(TINY, tmp_path / "model")
+        for name, content in files.items():
+            path = tmp_path / "model" / name.replace("__", ".")
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return tmp_path / "model"
+
+    return copy_with
+
+
+def config(**changes):
+    return json.dumps(json.loads((TINY / "config.json").read_text()) | changes)
+
+
+def export_line(folder):
+    return error_line("export", folder, "--engine", "vllm", *YARN.split())
+
+
+@pytest.mark.parametrize(
+    ("content", "fact"),
+    [
+        (DEEP, "nested too deep"),
+        ("7", "must hold an object"),
+        (config(model_type=["llama"]), "TypeError: unhashable"),
+        (config(dtype="int99"), "AttributeError"),
+    ],
+)
+def test_damaged_configs_are_refused(damaged_model, content, fact):
+    folder = damaged_model(config__json=content)
+    for line in (error_line("diagnose", folder), export_line(folder)):
+        assert fact in line
+        assert str(folder) in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"max_position_embeddings": 10**400}, "on how many tokens"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta"),
+    ],
+)
+def test_configs_with_impossible_values_are_refused(damaged_model, changes, fact):
+    assert fact in error_line("diagnose", damaged_model(config__json=config(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("content", "fact"),
+    [(DEEP, "nested too deep"), ('{"method": "yarn", "options": []}', "options is []")],
+)
+def test_damaged_sidecars_are_refused(damaged_model, content, fact):
+    more = ', "original": 3, "trained_length": "x", "layer_types": 4}'
+    folder = damaged_model(rope_patch__json=content.replace("}", more))
+    line = export_line(folder)
+    assert f"{folder / 'rope_patch.json'} is damaged" in line
+    assert fact in line
+
+
+def test_a_deeply_nested_report_is_refused(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text("[" * 100_000)
+    assert f"{path} is not JSON" in error_line("report", path)
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, ("hacked",)
+
+
+@pytest.mark.parametrize("content", [b"junkjunkjunk", b"", pickle.dumps(Hostile())])
+def test_pickled_code_is_refused_and_never_runs(damaged_model, monkeypatch, tmp_path, content):
+    folder = damaged_model(model__safetensors=None, pytorch_model__bin=content)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"\.bin file of weights is damaged, or holds code"):
+        rope_patch.load(folder, "yarn", factor=4)
+    assert not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "fact"),
+    [
+        ({"config__json": config(num_hidden_layers=3)}, r"lack 9 tensors .*model\.layers\.2"),
+        ({"config__json": config(vocab_size=700)}, "not of the sizes in its config"),
+        ({"config__json": config(hidden_act="none")}, "KeyError"),
+        ({"generation_config__json": DEEP}, "RecursionError"),
+        ({"model__safetensors": b"\2\0\0\0\0\0\0\0{}"}, "lack 21 tensors"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_refused(damaged_model, files, fact):
+    folder = damaged_model(**files)
+    with pytest.raises(ValueError, match=fact) as refusal:
+        rope_patch.load(folder, "yarn", factor=4)
+    assert str(folder) in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", ["{}", "junk", "[]", None])
+def test_damaged_and_missing_tokenizers_are_refused(damaged_model, content):
+    missing = {"tokenizer_config__json": None} if content is None else {}
+    folder = damaged_model(tokenizer__json=content, **missing)
+    line = error_line("search", folder, "--length", 512)
+    assert str(folder) in line
+    assert ("save_pretrained" if content is None else "damaged") in line
+
+
+def test_a_model_of_speech_is_refused_with_advice(damaged_model):
+    line = export_line(damaged_model(config__json='{"model_type": "qwen2_5_omni"}'))
+    assert "'qwen2_5_omni'" in line
+    assert "rope-patch diagnose" in line
+    assert len(line) < 500
+
+
+def test_demo_is_a_model_name_in_python_too(monkeypatch):
+    monkeypatch.setattr("rope_patch.pretrained.demo.demo_folder", lambda: TINY)
+    model = rope_patch.load("demo", "yarn", factor=2)
+    assert rope_patch.current(model).length == 512
