@@ -14,7 +14,7 @@ from helpers.tiny_models import OLD_TRANSFORMERS
 from tiny_architectures import tiny_config, tiny_model
 
 import rope_patch
-from rope_patch.methods.position_map import PositionMap, Region, near_region
+from rope_patch.methods import PositionMap, Region, near_region
 
 # Halves and neighbours, part of a head, norms, soft caps, sinks, several rotary modules.
 SHIFTED = ["apertus", "cohere", "falcon_h1", "gemma2", "gemma4_text", "glm4", "gpt_neox", "gpt_oss"]

@@ -10,7 +10,7 @@ import pytest
 from helpers.commands import run_in_new_interpreter, run_in_this_process
 
 import rope_patch
-from rope_patch.methods.encoding_methods import ENCODING_METHODS
+from rope_patch.methods import ENCODING_METHODS
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 

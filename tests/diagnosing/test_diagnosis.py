@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 import rope_patch
 from rope_patch.diagnosing import Pair, base_bound, critical_base, failing_distance
-from rope_patch.utils.plot_style import PALETTE
+from rope_patch.utils import PALETTE
 
 # head_dim, theta, trained length, first pair that never completed a rotation in training.
 PUBLISHED = [

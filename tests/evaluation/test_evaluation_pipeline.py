@@ -19,7 +19,7 @@ from rope_patch.evaluation import LongContextLM, RunRecord, RunsRecord, evaluate
 from rope_patch.evaluation.measures import lm_eval_tasks, perplexity
 from rope_patch.lab import LabRecord, LabResults
 from rope_patch.tasks import texts
-from rope_patch.utils.checksums import verify_checksum
+from rope_patch.utils import verify_checksum
 
 pytestmark = pytest.mark.usefixtures("never_drawn")
 

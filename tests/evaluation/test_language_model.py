@@ -21,7 +21,7 @@ from language_models import (
 from lm_eval.models.huggingface import HFLM
 
 import rope_patch
-from rope_patch.inference.answers import AnswerStore
+from rope_patch.inference import AnswerStore
 from rope_patch.tasks import scoring
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

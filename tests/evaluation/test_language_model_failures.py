@@ -4,7 +4,7 @@ import pytest
 import torch
 from language_models import CONTEXT, SETTINGS, ask, lm_for
 
-from rope_patch.inference.answers import AnswerStore
+from rope_patch.inference import AnswerStore
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 

@@ -8,8 +8,7 @@ import pytest
 from extensions import LENGTH, TINY, TRAINED, step_result
 from helpers.processes import FORK
 
-from rope_patch.evaluation import RunStatistics
-from rope_patch.evaluation.merging import add_other_weights
+from rope_patch.evaluation import RunStatistics, add_other_weights
 from rope_patch.extending import (
     Candidate,
     ExtendRequest,
@@ -20,7 +19,7 @@ from rope_patch.extending import (
     read_results,
     trained_candidate,
 )
-from rope_patch.inference.answers import AnswerStore
+from rope_patch.inference import AnswerStore
 
 TUNED = "mixed-yarn ×4, fine-tuned"
 

@@ -10,7 +10,7 @@ import torch
 
 from helpers.processes import FRESH
 from rope_patch.evaluation import EvalRequest, evaluate
-from rope_patch.inference.answers import AnswerStore
+from rope_patch.inference import AnswerStore
 from rope_patch.utils import atomic_files
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")

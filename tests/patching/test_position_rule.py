@@ -29,7 +29,7 @@ from torch._dynamo.utils import counters
 import rope_patch
 from rope_patch.patching.dynamic import hooks as length_hooks
 from rope_patch.patching.positions import counted_positions
-from rope_patch.transformers_api.forwards import ForwardCall
+from rope_patch.transformers_api import ForwardCall
 
 LENGTHS = (60, 150, 90)  # below the trained length alone, and beyond it with its padding
 FEW = (30, 60, 44)  # for a table, which has no row beyond the trained length

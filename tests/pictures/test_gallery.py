@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_patch
 from rope_patch.pictures import PICTURES, make_picture
-from rope_patch.utils.figure_file import render_figure
+from rope_patch.utils import render_figure
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
 import pictures as generate

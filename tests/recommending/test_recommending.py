@@ -16,8 +16,8 @@ from helpers.search_fixtures import load, questions
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.inference.samples import Sample
-from rope_patch.utils.journal import JournalFile
+from rope_patch.inference import Sample
+from rope_patch.utils import JournalFile
 
 LENGTH, TRAINED = 1024, 256
 LONG_BLOCK = 6 * 1023 / 1000  # seconds on the machine below

@@ -11,7 +11,7 @@ from helpers.search_fixtures import LENGTH, TRAINED, load, questions, stretch_ca
 from helpers.tiny_models import make_model
 
 import rope_patch
-from rope_patch.inference.samples import Sample
+from rope_patch.inference import Sample
 from rope_patch.searching import Candidate, Evaluation, Fitness, predicted_deficit
 
 CANDIDATES = {

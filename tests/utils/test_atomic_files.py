@@ -15,7 +15,7 @@ from helpers.tiny_models import make_model
 
 import rope_patch
 from rope_patch.inference import AnswerStore
-from rope_patch.searching.journal import SearchJournal
+from rope_patch.searching import SearchJournal
 from rope_patch.utils import (
     FolderLock,
     NotWritten,

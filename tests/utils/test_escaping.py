@@ -10,7 +10,7 @@ from helpers.tokenizers import TINY
 from matplotlib.figure import Figure
 
 import rope_patch
-from rope_patch.evaluation.report.table import Cell, Row, Table
+from rope_patch.evaluation import Cell, Row, Table
 from rope_patch.extending.card import render_card
 from rope_patch.recommending.result import Recommendation
 from rope_patch.recommending.summary import as_markdown

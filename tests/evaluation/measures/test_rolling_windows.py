@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 import rope_patch
 from rope_patch.evaluation import LongContextLM
 from rope_patch.evaluation.measures import lm_eval_tasks, perplexity
-from rope_patch.inference.answers import AnswerStore
+from rope_patch.inference import AnswerStore
 
 WINDOW = 96
 LENGTHS = (40, WINDOW, WINDOW + 1, 3 * WINDOW + 50)  # tokens of the documents

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.evaluation import RunRecord, RunStatistics
 from rope_patch.statistics import accuracy, mcnemar
-from rope_patch.utils.checksums import verify_checksum
+from rope_patch.utils import verify_checksum
 
 pytestmark = pytest.mark.usefixtures("never_drawn")
 

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from rope_patch.evaluation import find_gaps, gap_sentence, merge_runs, write_report
 from rope_patch.evaluation.measures import perplexity
-from rope_patch.utils.checksums import add_checksum
+from rope_patch.utils import add_checksum
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -10,7 +10,7 @@ import pytest
 from helpers.report_results import TRAINED, many, method, results, retrieval
 
 from rope_patch.evaluation import RunStatistics, write_report
-from rope_patch.utils.checksums import verify_checksum
+from rope_patch.utils import verify_checksum
 
 pytest.importorskip("jinja2")
 image = pytest.importorskip("matplotlib.image")

@@ -12,7 +12,8 @@ from transformers import DynamicCache
 pytest.importorskip("triton", minversion="3.6")
 
 import rope_patch
-from rope_patch.benchmarks.kernels.launch_count import LaunchCounts, _dispatched
+from rope_patch.benchmarks import LaunchCounts
+from rope_patch.benchmarks.kernels.launch_count import _dispatched
 from rope_patch.ops.kernels.launcher import Launcher
 from rope_patch.patching import ShiftPositions, ShiftRotation
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_patch
 from rope_patch import statistics
-from rope_patch.inference.samples import Sample
+from rope_patch.inference import Sample
 from rope_patch.searching import (
     Candidate,
     Evaluation,
@@ -26,8 +26,8 @@ from rope_patch.searching import (
     compare_on_held_out,
     draw_search,
 )
+from rope_patch.utils import PALETTE
 from rope_patch.utils.checksums import json_digest
-from rope_patch.utils.plot_style import PALETTE
 
 START_TOKENS = Candidate(
     "mutation", "longrope", {"long_factor": rising_stretch(16), "start_tokens": 4}
