@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import rope_patch
 from rope_patch.training.monitor import LOG
-from rope_patch.training.settings import parse
+from rope_patch.training.settings import parse_settings
 from rope_patch.training.trainer import finetune
 from rope_patch.utils import atomic_files
 from rope_patch.utils.versions import version
@@ -120,7 +120,7 @@ def run_recipe(name: str, folder: Path, steps: int) -> tuple[Path, float]:
         "resume": "auto",
         "output_dir": folder / name.split(" (")[0].translate(FOLDER_NAME),
     }
-    settings, _ = parse(
+    settings, _ = parse_settings(
         [word for key, value in recipe.items() for word in (f"--{key}", str(value))]
     )
     model_folder = finetune(settings)

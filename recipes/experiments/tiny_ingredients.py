@@ -42,7 +42,7 @@ from extend_tiny import (
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.statistics.clustered_mean import clustered_mean
-from rope_patch.training.settings import parse
+from rope_patch.training.settings import parse_settings
 from rope_patch.training.trainer import finetune
 from rope_patch.utils import atomic_files
 from rope_patch.utils.versions import version
@@ -153,7 +153,7 @@ def run(name: str, seed: int, folder: Path, steps: int, base: list[float]) -> di
     if not measured_file.is_file():
         recipe_file = folder / f"{out.name}.yaml"
         atomic_files.atomic_write(recipe_file, yaml.safe_dump(recipe, sort_keys=False))
-        settings, _ = parse(["--config", str(recipe_file), "--resume", "auto"])
+        settings, _ = parse_settings(["--config", str(recipe_file), "--resume", "auto"])
         model_folder = finetune(settings)
         assert model_folder is not None
         measured = measure(load_finetuned(model_folder), base)

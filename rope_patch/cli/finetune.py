@@ -84,7 +84,7 @@ def finetune(
         from rope_patch.training import trainer as recipe
         from rope_patch.training.identity import MAY_CHANGE
         from rope_patch.training.inspection import report
-        from rope_patch.training.settings import parse, usable_keys
+        from rope_patch.training.settings import parse_settings, usable_keys
     if keys:
         keys_with_help = usable_keys()
         width = max(map(len, keys_with_help))
@@ -103,7 +103,7 @@ def finetune(
         _require_alone(plan=plan, loop=loop)
         with handle_interrupt("--inspect-limit N reads fewer documents"):
             inspections = report.inspect_recipe(
-                parse([*words, *context.args])[0],
+                parse_settings([*words, *context.args])[0],
                 limit=inspect_limit,
                 duplicates=duplicates,
                 clean_folder=write_deduplicated,

@@ -8,6 +8,7 @@ _lazy, __getattr__, __dir__ = front(
     __name__,
     {
         "candidates": "Candidate compared_candidates trained_candidate",
+        "card": "render_card",
         "fine_tuning": "measured_texts plan_training train training_data",
         "progress_page": "ProgressPage",
         "proof": "base_request decide plan_samples read_results",

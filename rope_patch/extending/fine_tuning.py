@@ -18,10 +18,10 @@ from rope_patch.methods import build
 from rope_patch.tasks import texts
 from rope_patch.training import checkpoints
 from rope_patch.training.memory import plan
-from rope_patch.training.model_setup import prepare
+from rope_patch.training.model_setup import prepare_model
 from rope_patch.training.monitor import TrainingStopped, read_log
 from rope_patch.training.run import open_run_folder
-from rope_patch.training.settings import Settings, parse
+from rope_patch.training.settings import Settings, parse_settings
 from rope_patch.training.trainer import LongContextTrainer, finetune
 from rope_patch.utils.errors import Refused, one_line
 
@@ -168,7 +168,7 @@ def _time_steps(settings: Settings, folder: Path) -> float:
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     try:
         with open_run_folder(settings):
-            trainer = LongContextTrainer(settings, prepare(settings), None)
+            trainer = LongContextTrainer(settings, prepare_model(settings), None)
             with contextlib.closing(trainer.run.progress):
                 trainer.train()
             tokens, log = trainer.run.tokens_per_step, read_log(folder)
@@ -210,7 +210,7 @@ def _settings(
             words += [f"--{key}", *map(str, value)]
         else:
             words.append(f"--{key}={value}")
-    return parse(words)[0]
+    return parse_settings(words)[0]
 
 
 def _factor(settings: Settings, length: int) -> dict[str, Any]:

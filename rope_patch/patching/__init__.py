@@ -17,17 +17,26 @@ from rope_patch.utils.front import front
 _lazy, __getattr__, __dir__ = front(
     __name__,
     {
+        "architecture.attention_source": "inspect_forward",
         "architecture.key_layout": "KeyLayout",
         "architecture.probe": "reference_frequencies",
         "architecture.rotary_modules": "find_rotaries",
         "architecture.rotary_traits": "RotaryTraits",
+        "dynamic.hooks": "LengthHooks",
         "dynamic.rerotation": "KeyRerotation",
+        "encodings.buckets": "BucketsSite",
+        "encodings.slopes": "SlopesSite",
+        "encodings.table": "LearnedTableSite SinusoidalTableSite",
         "length_warning": "silence_length_warnings",
         "position_maps.forward_view": "ForwardView",
         "position_maps.masked": "attend_masked",
         "position_maps.pieces": "cut_region",
         "position_maps.shift_tables": "ShiftPositions ShiftRotation",
         "position_maps.visibility": "Visibility",
+        "positions": "counted_positions",
+        "proof.tiny_model": "CannotShrink tiny_config tiny_model",
+        "replacement.encoding": "Span",
+        "replacement.hooks": "AttentionHook SharedTensors Slots biased_mask",
     },
 )
 __all__ = [

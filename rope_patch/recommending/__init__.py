@@ -8,6 +8,7 @@ _lazy, __getattr__, __dir__ = front(
     {
         "budget": "BlockCosts minimum_seconds plan_budget",
         "decision_rule": "MeasuredVariant choose",
+        "result": "Recommendation",
         "sample_sets": "from_user_samples needle_blocks",
         "scores": "Scores gain_over_control score_difference",
         "variants": "UNPATCHED export_command patch_call rotation_key standard_variants",

@@ -15,7 +15,12 @@ from rope_patch.utils.resources import resource_folder
 FOLDER = resource_folder("eval/tasks")  # what lm-eval takes as --include_path
 
 _lazy, __getattr__, __dir__ = front(
-    __name__, {"samples": "TooShort", "texts": "documents read_text"}
+    __name__,
+    {
+        "samples": "TooShort",
+        "settled": "decided_part rule_of",
+        "texts": "documents read_text",
+    },
 )
 __all__ = [
     "CHOICE",

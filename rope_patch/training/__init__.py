@@ -6,6 +6,7 @@ __all__, __getattr__, __dir__ = front(
     __name__,
     {
         "averaging": "average_into",
+        "checkpoints": "find_damage last_complete latest_complete resume_checkpoint step_of",
         "data.aggregation": "TaskWeaver",
         "data.arguments": "DataArguments check_data_arguments require_no_document_masks",
         "data.best_fit": "best_fit_decreasing",
@@ -17,6 +18,7 @@ __all__, __getattr__, __dir__ = front(
         "data.summary": "summarize",
         "inspection.clean_folder": "CleanFolder",
         "inspection.duplicates": "DuplicateFinder",
+        "inspection.histogram": "format_bins length_bins make_length_figure write_length_plot",
         "inspection.packing_yield": "packing_yield",
         "memory.context": "exchange_bytes",
         "memory.launch": "read_environment",
@@ -25,6 +27,7 @@ __all__, __getattr__, __dir__ = front(
         "memory.recipe_setup": "training_setup",
         "memory.step_time": "StepWork step_work",
         "memory.suggestions": "suggest_changes",
+        "model_setup": "prepare_model",
         "monitor": "DivergenceGuard TrainingProgress TrainingStopped read_log",
         "objective.arguments": "ObjectiveArguments",
         "objective.chunked_loss": "install_loss",
@@ -36,7 +39,8 @@ __all__, __getattr__, __dir__ = front(
         "recipe_files": "find_launch find_recipe",
         "run": "TrainingRun",
         "schedule": "same_rates",
-        "settings": "ExtensionArguments Settings TrainArguments known_keys read_recipe",
-        "trainer": "finetune",
+        "settings": "ExtensionArguments Settings TrainArguments known_keys parse_settings "
+        "read_recipe",
+        "trainer": "LongContextTrainer finetune",
     },
 )

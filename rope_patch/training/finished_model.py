@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from rope_patch.pretrained.saving import save
 from rope_patch.training import averaging, checkpoints, identity
 from rope_patch.training.model_card import facts_table, write_card
-from rope_patch.training.model_setup import adapter_weights, is_lora, prepare
+from rope_patch.training.model_setup import adapter_weights, is_lora, prepare_model
 from rope_patch.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def write_finished_model(run: TrainingRun, model: Any) -> Path | None:
         return None
     _log_data(run)
     if is_sharded:  # rebuild the unsharded model
-        run.prepared = prepare(_without_objective(run.settings))
+        run.prepared = prepare_model(_without_objective(run.settings))
     if weights is not None:
         run.prepared.model.load_state_dict(weights)
     stage = run.settings.stage

@@ -29,13 +29,13 @@ from transformers.utils import logging
 from rope_patch.training import checkpoints
 from rope_patch.training.curriculum import run_stages
 from rope_patch.training.memory import plan
-from rope_patch.training.model_setup import add_liger, enable_checkpointing, prepare
+from rope_patch.training.model_setup import add_liger, enable_checkpointing, prepare_model
 from rope_patch.training.needle_callback import needles_of
 from rope_patch.training.parameter_groups import parameter_groups
 from rope_patch.training.precision import mixed_precision
 from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
 from rope_patch.training.schedule import keep_settings, make_scheduler
-from rope_patch.training.settings import Settings, parse
+from rope_patch.training.settings import Settings, parse_settings
 from rope_patch.utils import atomic_files
 
 IGNORED = -100  # label without a loss
@@ -73,7 +73,9 @@ def loop(settings: Settings) -> Path | None:
     atomic_files.require_writable_folder(str(settings.training.output_dir), "the run")
     plan.require_device(settings)
     with open_run_folder(settings) as resume:
-        prepared = prepare(settings)  # before accelerate, so that no process splits sequences yet
+        prepared = prepare_model(
+            settings
+        )  # before accelerate, so that no process splits sequences yet
         accelerator = Accelerator(
             mixed_precision=mixed_precision(training),
             log_with=training.report_to or None,
@@ -265,5 +267,5 @@ def _tracker_config(settings: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and run."""
     logging.disable_progress_bar()  # transformers' short-lived bars would interrupt ours
-    settings, _ = parse(sys.argv[1:] if arguments is None else arguments)
+    settings, _ = parse_settings(sys.argv[1:] if arguments is None else arguments)
     loop(settings)

@@ -108,7 +108,7 @@ class PreparedModel:
         return self.model.eval()
 
 
-def prepare(settings: Settings) -> PreparedModel:
+def prepare_model(settings: Settings) -> PreparedModel:
     """Load and patch a recipe's model, add LoRA, and install the loss.
 
     Raises:

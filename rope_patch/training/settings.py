@@ -236,7 +236,7 @@ class Settings:
         return {key: value for part in ours for key, value in asdict(part).items()} | training
 
 
-def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
+def parse_settings(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     """Parse `--config NAME` and the keys that override it.
 
     Args:

@@ -25,12 +25,12 @@ from transformers.utils import logging
 from rope_patch.training import checkpoints
 from rope_patch.training.curriculum import run_stages
 from rope_patch.training.memory import plan
-from rope_patch.training.model_setup import PreparedModel, prepare
+from rope_patch.training.model_setup import PreparedModel, prepare_model
 from rope_patch.training.needle_callback import needles_of
 from rope_patch.training.parameter_groups import decayed_names, require_undecayed_embeddings
 from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
 from rope_patch.training.schedule import keep_settings
-from rope_patch.training.settings import Settings, parse
+from rope_patch.training.settings import Settings, parse_settings
 from rope_patch.transformers_api.training import require_overridable
 from rope_patch.utils import atomic_files
 
@@ -229,7 +229,7 @@ def finetune(settings: Settings) -> Path | None:
     atomic_files.require_writable_folder(str(settings.training.output_dir), "the run")
     plan.require_device(settings)
     with open_run_folder(settings) as resume:
-        prepared = prepare(settings)
+        prepared = prepare_model(settings)
         trainer = LongContextTrainer(settings, prepared, resume)
         if resume is not None and trainer.run.steps_done >= trainer.run.steps:
             trainer._load_from_checkpoint(str(resume))
@@ -242,7 +242,7 @@ def finetune(settings: Settings) -> Path | None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line; then train, plan, or call the loop."""
     logging.disable_progress_bar()  # transformers' short-lived bars would interrupt ours
-    settings, flags = parse(sys.argv[1:] if arguments is None else arguments)
+    settings, flags = parse_settings(sys.argv[1:] if arguments is None else arguments)
     if flags.plan:
         print(plan.format_plan(settings, as_json=flags.json))
     elif flags.loop:

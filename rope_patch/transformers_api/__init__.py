@@ -26,6 +26,7 @@ __all__, __getattr__, __dir__ = front(
         "caches": "cache_in_output is_cache is_paged",
         "forwards": "ForwardCall cache_among cache_arguments cache_parameter",
         "generation": "served_folder",
+        "releases": "NEWEST_TESTED",
         "training": "require_overridable",
     },
 )

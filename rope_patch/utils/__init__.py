@@ -7,7 +7,7 @@ __all__, __getattr__, __dir__ = front(
     {
         "atomic_files": "NotWritten add_write_advice atomic_write explain_write_errors "
         "require_writable_file require_writable_folder",
-        "checksums": "add_checksum digest file_sha256 seal verify_checksum",
+        "checksums": "add_checksum digest file_sha256 json_digest seal verify_checksum",
         "errors": "describe_error did_you_mean one_line",
         "escaping": "escape_markdown markdown_block markdown_code markdown_prose printable",
         "figure_file": "render_figure",
@@ -17,5 +17,6 @@ __all__, __getattr__, __dir__ = front(
         "plot_style": "PALETTE",
         "processes": "Processes",
         "progress": "progress_bar",
+        "provenance": "config_fingerprint fingerprint",
     },
 )

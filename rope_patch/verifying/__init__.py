@@ -11,6 +11,7 @@ _lazy, __getattr__, __dir__ = front(
         "engine_detection": "open_engine",
         "http_json": "CannotReach HttpError JsonClient",
         "probe_prompts": "ProbePrompt",
+        "reference": "Reference",
     },
 )
 __all__ = ["Verification", "verify", *_lazy]

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from rope_patch.transformers_api.releases import NEWEST_TESTED
+from rope_patch.transformers_api import NEWEST_TESTED
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "generate" / "compatibility.py"

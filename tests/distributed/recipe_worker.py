@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rope_patch import cli
-from rope_patch.training import TrainingRun, finetune
+from rope_patch.training import TrainingRun, finetune, parse_settings
 from rope_patch.training.loop import loop
-from rope_patch.training.settings import parse
 
 RECIPES = {"finetune": finetune, "loop": loop}
 
@@ -77,7 +76,7 @@ def run_job(job, folder):
     stderr, code = io.StringIO(), 0
     with Observed() as observed, contextlib.redirect_stderr(stderr):
         try:
-            cli.run(lambda: RECIPES[job["recipe"]](parse(command)[0]))
+            cli.run(lambda: RECIPES[job["recipe"]](parse_settings(command)[0]))
         except SystemExit as exit_info:
             code = exit_info.code
     print(f"---- {job['name']}: {code}", stderr.getvalue(), sep="\n", flush=True)

@@ -22,9 +22,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.tasks import texts
-from rope_patch.training import read_log
-from rope_patch.training.checkpoints import find_damage
+from rope_patch.tasks import read_text
+from rope_patch.training import find_damage, read_log
 
 ASSETS = Path(__file__).parent.parent / "assets"
 CONFIGS = Path(__file__).parent.parent.parent / "recipes" / "accelerate"
@@ -168,7 +167,7 @@ def run(mode, recipe, tmp_path_factory):
 
 def write_documents(folder):
     """Write documents that end within rows, some shorter than a row."""
-    text = texts.read_text("emma")
+    text = read_text("emma")
     path = folder / "documents.jsonl"
     with path.open("w") as file:
         for length in [2500, 300, 6000, 90, 1200, 4000, 700, 10000]:

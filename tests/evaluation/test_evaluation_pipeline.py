@@ -18,7 +18,7 @@ from rope_patch import statistics
 from rope_patch.evaluation import LongContextLM, RunRecord, RunsRecord, evaluate
 from rope_patch.evaluation.measures import lm_eval_tasks, perplexity
 from rope_patch.lab import LabRecord, LabResults
-from rope_patch.tasks import texts
+from rope_patch.tasks import documents
 from rope_patch.utils import verify_checksum
 
 pytestmark = pytest.mark.usefixtures("never_drawn")
@@ -97,7 +97,7 @@ def test_all_requested_measures_are_in_the_results(finished_run):
 def test_losses_and_likelihoods_equal_those_of_transformers(finished_run, tokenizer):
     _, results = finished_run
     model = AutoModelForCausalLM.from_pretrained(TINY)
-    (document,) = texts.documents(["emma"], tokenizer, 448)
+    (document,) = documents(["emma"], tokenizer, 448)
     task = lm_eval_tasks.build(
         "rp_niah_single_2", tokenizer, [448], 2, [20, 80], seed=42, per_text=2
     )[0]
@@ -386,7 +386,7 @@ def test_a_saved_patch_is_evaluated_without_patching_twice(tmp_path, tokenizer, 
     ((label, (got,)),) = results["perplexity"]["losses"].items()
     assert label == f"{method} ×4"
     if method == "ntk":
-        (document,) = texts.documents(["emma"], tokenizer, 448)
+        (document,) = documents(["emma"], tokenizer, 448)
         model = AutoModelForCausalLM.from_pretrained(TINY)
         with rope_patch.patch(model, method, factor=4):
             losses = perplexity.document_losses(model, document.tokens, method)

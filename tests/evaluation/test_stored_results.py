@@ -14,8 +14,7 @@ import rope_patch
 from rope_patch.evaluation import evaluate, find_other_config, rotation_identity
 from rope_patch.evaluation.measures import perplexity
 from rope_patch.methods import load_plugin
-from rope_patch.utils import checksums
-from rope_patch.utils.provenance import config_fingerprint, fingerprint
+from rope_patch.utils import checksums, config_fingerprint, fingerprint
 
 pytestmark = pytest.mark.usefixtures("never_drawn")
 

@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from rope_patch.verifying.reference import Reference
+from rope_patch.verifying import Reference
 
 
 @contextmanager

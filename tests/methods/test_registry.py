@@ -16,9 +16,7 @@ from rope_patch.methods import (
     outside_methods,
     registered_methods,
 )
-from rope_patch.patching.encodings.buckets import BucketsSite
-from rope_patch.patching.encodings.slopes import SlopesSite
-from rope_patch.patching.encodings.table import LearnedTableSite, SinusoidalTableSite
+from rope_patch.patching import BucketsSite, LearnedTableSite, SinusoidalTableSite, SlopesSite
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 ABOUT = {"paper": "nobody, 2026", "training": "needed"}

@@ -27,8 +27,8 @@ from helpers.vision_models import MODEL_TYPES, gemma3_with_vision, text_tokens, 
 from torch._dynamo.utils import counters
 
 import rope_patch
+from rope_patch.patching import counted_positions
 from rope_patch.patching.dynamic import hooks as length_hooks
-from rope_patch.patching.positions import counted_positions
 from rope_patch.transformers_api import ForwardCall
 
 LENGTHS = (60, 150, 90)  # below the trained length alone, and beyond it with its padding

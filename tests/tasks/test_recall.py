@@ -12,9 +12,9 @@ from helpers.commands import run_in_this_process
 from helpers.search_fixtures import ASSETS, load
 
 import rope_patch
-from rope_patch.evaluation import profiles, sanity
+from rope_patch.evaluation import PROFILES, cautions, fit_tasks
 from rope_patch.inference import recall_samples
-from rope_patch.recommending import variants
+from rope_patch.recommending import standard_variants
 
 TINY = str(ASSETS / "tiny-llama")
 LENGTH, TRAINED = 1024, 256
@@ -113,12 +113,13 @@ def test_a_search_for_a_short_model_uses_recall(model, tokenizer, caplog):
 def test_a_recommendation_for_a_short_model_uses_recall_without_prose(
     model, tokenizer, monkeypatch
 ):
-    all_variants = variants.standard_variants
+    all_variants = standard_variants
     names = ("plain", "linear", "yarn")
     novels = ["persuasion"]  # six take seconds
     monkeypatch.setattr("rope_patch.tasks.texts.names", lambda: novels)
     monkeypatch.setattr(
-        variants, "standard_variants", lambda s: [e for e in all_variants(s) if e.name in names]
+        "rope_patch.recommending.variants.standard_variants",
+        lambda s: [e for e in all_variants(s) if e.name in names],
     )
     recommendation = rope_patch.recommend(
         model, tokenizer, length=512, budget=30, most=6, search=False, progress=False
@@ -136,12 +137,12 @@ def test_a_recommendation_for_a_short_model_uses_recall_without_prose(
 
 def test_tasks_of_a_profile_are_limited_to_those_that_fit(caplog):
     logging.getLogger("lm_eval").setLevel(logging.NOTSET)  # as in a new process
-    profile_tasks = profiles.PROFILES["quick"].tasks
+    profile_tasks = PROFILES["quick"].tasks
     expected = ("rp_recall_ll", "rp_recall_mc", "perplexity", "rp_short", "speed")
-    assert profiles.fit_tasks(profile_tasks, TINY, None, 128) == expected
+    assert fit_tasks(profile_tasks, TINY, None, 128) == expected
     assert "rp_niah_multikey_1_ll" in caplog.text
     assert {record.name for record in caplog.records} == {"rope_patch"}  # no messages of lm-eval
-    assert profiles.fit_tasks(profile_tasks, TINY, None, 2048) == profile_tasks
+    assert fit_tasks(profile_tasks, TINY, None, 2048) == profile_tasks
 
 
 def test_the_report_cautions_about_a_model_that_reads_no_prose(tmp_path):
@@ -189,9 +190,9 @@ def test_cautions_compare_with_chance():
             }
         ],
     }
-    assert sanity.cautions(results, documents) == []
+    assert cautions(results, documents) == []
     results["perplexity"]["control"]["losses"] = [{"200": 1.4}]
     results["retrieval"][0]["samples"]["none"][0]["score"] = 0.25
-    reading, answering = sanity.cautions(results, documents)
+    reading, answering = cautions(results, documents)
     assert "1.40 nats, and 1.39 by how frequent" in reading
     assert "0.25 of 1 right" in answering

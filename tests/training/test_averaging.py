@@ -28,7 +28,7 @@ from training_runs import (
 )
 from transformers import AutoModelForCausalLM
 
-from rope_patch.training import average_into, checkpoints
+from rope_patch.training import average_into, last_complete
 
 LIMITED = {"save_total_limit": 1}  # fewer than are averaged
 BASE = ASSETS / "tiny-llama"
@@ -196,7 +196,7 @@ def test_too_few_checkpoints_are_refused_before_the_first_step(finished, tmp_pat
         run("loop", tmp_path / "new", average_checkpoints=2, save_steps=100)
     assert not (tmp_path / "new" / "log.jsonl").exists()
     with pytest.raises(ValueError, match=r"3 checkpoints .*got checkpoint-2, checkpoint-3"):
-        checkpoints.last_complete(finished, 3)
+        last_complete(finished, 3)
 
 
 def test_checkpoints_of_another_rotation_are_refused(finished):

@@ -27,7 +27,7 @@ from training_runs import (
     tensors,
 )
 
-from rope_patch.training import TrainingStopped, checkpoints
+from rope_patch.training import TrainingStopped, find_damage, latest_complete, resume_checkpoint
 
 STARTED_FILES = {".lock", "identity.json", "log.jsonl", "recipe.yaml"}  # files of every run
 POISON = 500  # a token of one document only
@@ -120,7 +120,7 @@ def test_resume_from_a_path_deletes_checkpoints_of_the_abandoned_continuation(
     shutil.copytree(reference_run(recipe, "constant"), folder)
     options = {"resume": folder / "checkpoint-1", "max_steps": 2, **VARIANTS["constant"]}
     run(recipe, folder, save_total_limit=1, **options)
-    assert checkpoints.latest_complete(folder) == folder / "checkpoint-2"
+    assert latest_complete(folder) == folder / "checkpoint-2"
     assert [step for step, *_ in curve(folder)] == [1, 2]
 
 
@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
         content = (last / name).read_bytes()
         DAMAGES[damage](last / name)
         caplog.clear()
-        assert checkpoints.latest_complete(folder) == before, name
+        assert latest_complete(folder) == before, name
         (warning,) = _warnings(caplog)
         reason = {
             "truncated": f"has {len(content) // 2:,} bytes instead of {len(content):,}",
@@ -173,9 +173,9 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
         assert str(last) in warning
         assert f"{name} {reason}" in warning
         with pytest.raises(ValueError, match=rf"checkpoint-3 .*{name}.*--resume auto"):
-            checkpoints.resume_checkpoint(folder, str(last))
+            resume_checkpoint(folder, str(last))
         (last / name).write_bytes(content)
-    assert checkpoints.latest_complete(folder) == last
+    assert latest_complete(folder) == last
 
 
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(recipe, reference_run, tmp_path):
@@ -185,7 +185,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(recipe, referenc
     _flip(folder / "checkpoint-3" / "model.safetensors")
     run(recipe, folder, resume="auto")
     require_same(folder, reference_run(recipe))
-    assert checkpoints.find_damage(folder / "checkpoint-3") is None
+    assert find_damage(folder / "checkpoint-3") is None
 
 
 def test_a_damaged_checkpoint_does_not_count_towards_the_limit(recipe, reference_run, tmp_path):
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_does_not_count_towards_the_limit(recipe, reference
     options = {"max_steps": 2, "save_total_limit": 1, **VARIANTS["constant"]}
     run(recipe, folder, resume="auto", **options)
     assert [p.name for p in folder.glob("checkpoint-*")] == ["checkpoint-2"]
-    assert checkpoints.latest_complete(folder) == folder / "checkpoint-2"
+    assert latest_complete(folder) == folder / "checkpoint-2"
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS)
@@ -206,7 +206,7 @@ def test_a_damaged_manifest_is_skipped_with_a_warning(
     folder = tmp_path / "run"
     shutil.copytree(reference_run(recipe), folder)
     (folder / "checkpoint-3" / "whole.json").write_text(MANIFESTS[manifest])
-    assert checkpoints.latest_complete(folder) == folder / "checkpoint-2"
+    assert latest_complete(folder) == folder / "checkpoint-2"
     (warning,) = _warnings(caplog)
     assert "whole.json" in warning
 
@@ -287,9 +287,9 @@ def test_a_run_killed_while_writing_a_checkpoint_resumes_exactly(
     limit = 1 if is_deletion else 3
     trap = Hang(moment, "checkpoint-2", flag)
     Child(recipe, folder, trap, save_total_limit=limit).kill_when(flag.exists)
-    damaged = {p.name for p in folder.glob("checkpoint-*") if checkpoints.find_damage(p)}
+    damaged = {p.name for p in folder.glob("checkpoint-*") if find_damage(p)}
     assert damaged == ({"checkpoint-1"} if is_deletion else set())
-    assert checkpoints.latest_complete(folder) == folder / f"checkpoint-{2 if is_deletion else 1}"
+    assert latest_complete(folder) == folder / f"checkpoint-{2 if is_deletion else 1}"
     run(recipe, folder, resume="auto", save_total_limit=limit)
     require_same(folder, reference_run(recipe))
     assert not (folder / ".writing").exists()
@@ -344,7 +344,7 @@ def test_a_nan_loss_stops_the_run(recipe, rows, tmp_path):
     assert f"row 9 of {data}:10" in line
     assert f"{folder / 'checkpoint-2'} is whole" in line
     assert curve(folder) == curve(uninterrupted)[:2]
-    assert checkpoints.latest_complete(folder) == folder / "checkpoint-2"
+    assert latest_complete(folder) == folder / "checkpoint-2"
     assert equal_tensors(folder / "checkpoint-2", uninterrupted / "checkpoint-2")
     assert _finite(folder / "checkpoint-2")
     run(recipe, folder, data=data, resume="auto")  # without the NaN

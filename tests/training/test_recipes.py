@@ -19,16 +19,16 @@ from training_runs import ASSETS, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 import rope_patch
-from rope_patch.geometry import Geometry
+from rope_patch.methods import Geometry
 from rope_patch.training import (
     check_data_arguments,
     find_launch,
+    parse_settings,
     read_environment,
     read_log,
     require_no_document_masks,
 )
 from rope_patch.training.memory import plan
-from rope_patch.training.settings import parse
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
@@ -195,7 +195,7 @@ TUNED = (
 def read(name):
     """Return the settings of a recipe, or of one of its stages: `NAME#1`."""
     name, _, stage = name.partition("#")
-    settings = parse(["--config", name])[0]
+    settings = parse_settings(["--config", name])[0]
     return settings.stages[int(stage) - 1] if stage else settings
 
 
@@ -602,7 +602,7 @@ def write_recipe(name, folder):
 def test_a_recipe_runs_to_the_end(name, runner, tmp_path):
     path = write_recipe(name, tmp_path)
     folder = run(runner, tmp_path / "run", config=path)
-    settings = parse(["--config", str(path)])[0]
+    settings = parse_settings(["--config", str(path)])[0]
     stages = [f"stage-{number}" for number in range(1, len(settings.stages) + 1)]
     for stage in stages or ["."]:
         log = read_log(tmp_path / "run" / stage)
@@ -619,7 +619,7 @@ def test_a_recipe_runs_to_the_end(name, runner, tmp_path):
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_recipe_has_a_plan(name, tmp_path):
-    settings = parse(["--config", str(write_recipe(name, tmp_path))])[0]
+    settings = parse_settings(["--config", str(write_recipe(name, tmp_path))])[0]
     page = plan.format_plan(settings)
     for stage in settings.stages or [settings]:
         extension = stage.extension
@@ -633,7 +633,9 @@ def test_a_recipe_has_a_plan(name, tmp_path):
 @pytest.mark.parametrize("name", HARDWARE)
 def test_the_hardware_of_the_header_is_enough(name):
     device, launch, shape = HARDWARE[name]
-    settings, _ = parse(["--config", name, "--model", str(plan.SHAPES / shape), "--loss", "torch"])
+    settings, _ = parse_settings(
+        ["--config", name, "--model", str(plan.SHAPES / shape), "--loss", "torch"]
+    )
     environment = read_environment(find_launch(Path(launch)))
     memory = {**plan.DEVICES, "48 GB": 47 * plan.GIB}[device]
     for stage in settings.stages or [settings]:

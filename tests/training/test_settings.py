@@ -6,8 +6,7 @@ import pytest
 import yaml
 from helpers.commands import run_in_this_process
 
-from rope_patch.training import find_recipe, known_keys, read_recipe
-from rope_patch.training.settings import parse
+from rope_patch.training import find_recipe, known_keys, parse_settings, read_recipe
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = {"model": "demo", "method": "yarn", "factor": 2, "data": ["novels:emma"], "max_steps": 3}
@@ -26,7 +25,7 @@ def recipe(tmp_path):
 
 
 def read(path, *words):
-    return parse(["--config", path, *words])[0]
+    return parse_settings(["--config", path, *words])[0]
 
 
 def test_a_file_is_read_with_defaults_for_long_contexts(recipe):
@@ -48,7 +47,7 @@ def test_a_file_is_read_with_defaults_for_long_contexts(recipe):
 def test_a_recipe_needs_no_file():
     words = [w for key in MINIMAL for w in (f"--{key}", str(MINIMAL[key]))]
     words[words.index("--data") + 1] = "novels:emma"
-    settings = parse(words)[0]
+    settings = parse_settings(words)[0]
     assert settings.extension.method == "yarn"
     assert settings.data.data == ["novels:emma"]
 
@@ -117,7 +116,7 @@ def test_values_are_read_and_the_command_line_comes_first(recipe, keys, text, wo
     "words", [[], ["--plan"], ["--loop"], ["--plan", "--json"], ["--max_steps", "7", "--loop"]]
 )
 def test_command_flags_are_returned(recipe, words):
-    flags = parse(["--config", recipe(), *words])[1]
+    flags = parse_settings(["--config", recipe(), *words])[1]
     assert (flags.plan, flags.loop, flags.json) == tuple(
         f"--{name}" in words for name in ("plan", "loop", "json")
     )

@@ -22,8 +22,7 @@ from training_runs import (
 )
 
 import rope_patch
-from rope_patch.training import checkpoints
-from rope_patch.training.settings import parse
+from rope_patch.training import parse_settings, step_of
 
 TRAINED = 256  # tokens; of tiny-llama
 # YaRN in both stages, as DeepSeek-V3, but at another factor, rate, row length and batch.
@@ -87,7 +86,7 @@ def stopped_copy(reference, folder, stage, after):
     shutil.rmtree(stopped / "model")
     (stopped / "finished.json").unlink()
     for checkpoint in stopped.glob("checkpoint-*"):
-        if checkpoints.step_of(checkpoint) > after:
+        if step_of(checkpoint) > after:
             shutil.rmtree(checkpoint)
     return folder
 
@@ -300,7 +299,7 @@ def test_a_run_without_stages_is_not_continued_with_them(tmp_path):
 
 
 def read(folder, stages, *words, **changes):
-    return parse(["--config", str(recipe_file(folder, stages, **changes)), *words])[0]
+    return parse_settings(["--config", str(recipe_file(folder, stages, **changes)), *words])[0]
 
 
 def test_a_stage_has_its_own_keys_over_those_beside(tmp_path):
@@ -330,7 +329,7 @@ def test_resolved_stages_are_a_recipe_with_the_same_settings(tmp_path):
     settings = read(tmp_path, stages, factor=2, max_steps=7)
     resolved = tmp_path / "recipe.yaml"
     resolved.write_text(yaml.safe_dump(settings.resolved(), sort_keys=False))
-    again = parse(["--config", str(resolved)])[0]
+    again = parse_settings(["--config", str(resolved)])[0]
     assert again.resolved() == settings.resolved()
     for one, other in zip(again.stages, settings.stages, strict=True):
         assert one.resolved() == other.resolved()

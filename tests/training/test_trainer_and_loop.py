@@ -163,7 +163,7 @@ def test_the_z_loss_of_a_step_is_that_of_its_rows(tmp_path):
     assert line["loss"] - line["z_loss"] == pytest.approx(plain["loss"], rel=1e-5)
     # log Z of each token, by a model of its own in float64.
     settings = settings_of(tmp_path / "own", z_loss=0.01, **changes)
-    prepared = model_setup.prepare(settings)
+    prepared = model_setup.prepare_model(settings)
     prepared.swaps.undo()
     own = TrainingRun(settings, prepared, Accelerator(cpu=True), None, entry_point="loop")
     batches = iter(own.loader())
@@ -310,12 +310,12 @@ def optimizer_names(recipe, folder, monkeypatch, **changes):
         raise Stop
 
     def prepare_and_keep(settings):
-        models.append(model_setup.prepare(settings))
+        models.append(model_setup.prepare_model(settings))
         return models[-1]
 
     with monkeypatch.context() as patches:
         patches.setattr(torch.optim.AdamW, "__init__", record)
-        patches.setattr(f"{RECIPES[recipe]}.prepare", prepare_and_keep)
+        patches.setattr(f"{RECIPES[recipe]}.prepare_model", prepare_and_keep)
         with pytest.raises(Stop):
             run(recipe, folder, weight_decay=0.1, **changes)
     model = models[0].model

@@ -16,9 +16,8 @@ from helpers.processes import FRESH
 from safetensors.torch import load_file
 
 from rope_patch import cli
-from rope_patch.tasks import texts
-from rope_patch.training import read_log
-from rope_patch.training.settings import parse
+from rope_patch.tasks import read_text
+from rope_patch.training import parse_settings, read_log
 
 RECIPES = {"finetune": "rope_patch.training.trainer", "loop": "rope_patch.training.loop"}
 # The loop takes the Trainer's steps to the bit (test_trainer_and_loop.py), by the same parts.
@@ -94,7 +93,7 @@ def documents(folder):
 
 def novel(folder):
     """Write a part of a novel as documents of several lengths; return their file."""
-    path, text = folder / "novel.jsonl", texts.read_text("emma")[5000:]
+    path, text = folder / "novel.jsonl", read_text("emma")[5000:]
     lines = []
     for size in [2600, 9000, 1500, 4000, 300, 7000, 2000]:
         lines.append(json.dumps({"text": text[:size]}) + "\n")
@@ -105,7 +104,7 @@ def novel(folder):
 
 def settings_of(folder, config=None, **changes):
     """Return the settings of TINY or of a config file, with changes."""
-    return parse(arguments(folder, config, **changes))[0]
+    return parse_settings(arguments(folder, config, **changes))[0]
 
 
 def run(recipe, folder, **changes):
@@ -280,14 +279,14 @@ class Poison:
     def __call__(self):
         """Poison the models that this process will train."""
         module = importlib.import_module(RECIPES[self.recipe])
-        prepare = module.prepare
+        prepare_model = module.prepare_model
 
         def hook(embedding, inputs, output):
             return output.masked_fill((inputs[0] == self.token)[..., None], float("nan"))
 
         def prepare_poisoned(settings):
-            prepared = prepare(settings)
+            prepared = prepare_model(settings)
             prepared.model.get_input_embeddings().register_forward_hook(hook)
             return prepared
 
-        module.prepare = prepare_poisoned
+        module.prepare_model = prepare_poisoned

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
 
 import rope_patch
 from rope_patch import RopePatchCallback
-from rope_patch.training.trainer import LongContextTrainer
+from rope_patch.training import LongContextTrainer
 from rope_patch.transformers_api import (
     ForwardCall,
     cache_among,

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 import rope_patch
 from rope_patch.evaluation import Cell, Row, Table
-from rope_patch.extending.card import render_card
-from rope_patch.recommending.result import Recommendation
+from rope_patch.extending import render_card
+from rope_patch.recommending import Recommendation
 from rope_patch.recommending.summary import as_markdown
 from rope_patch.tasks import TooShort
 from rope_patch.utils import (

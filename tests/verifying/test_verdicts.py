@@ -110,7 +110,7 @@ def patched(method, **options):
 
 def with_stale_keys():
     """Return a model that leaves cached keys as they were rotated."""
-    from rope_patch.patching.dynamic.hooks import LengthHooks
+    from rope_patch.patching import LengthHooks
 
     model = patched("dynamic-yarn")
     forward = model.forward

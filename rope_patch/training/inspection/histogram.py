@@ -93,12 +93,12 @@ def _mark_line(width: int, name: str, length: int) -> str:
     return f"{'':>{2 * width + 3}}  {'':>9}  {'':>13}  {'':<{_BAR}}  <- {name} {length:,}"
 
 
-def write_plot(
+def write_length_plot(
     lengths: Mapping[str, Sequence[int]], marks: Mapping[str, int], path: str | os.PathLike[str]
 ) -> None:
-    """Write the picture as .svg or .png; see `make_figure`."""
+    """Write the picture as .svg or .png; see `make_length_figure`."""
     require_plot(path)
-    write_figure(make_figure(lengths, marks), path)
+    write_figure(make_length_figure(lengths, marks), path)
 
 
 def require_plot(path: str | os.PathLike[str]) -> None:
@@ -112,7 +112,7 @@ def require_plot(path: str | os.PathLike[str]) -> None:
     atomic_files.require_writable_file(path, "the picture", folder_exists=True)
 
 
-def make_figure(lengths: Mapping[str, Sequence[int]], marks: Mapping[str, int]) -> Figure:
+def make_length_figure(lengths: Mapping[str, Sequence[int]], marks: Mapping[str, int]) -> Figure:
     """Return a figure: documents, and their tokens, by the logarithm of the length.
 
     Args:

@@ -171,7 +171,7 @@ def inspect_data(
         clean_folder=clean_folder,
     )
     if picture is not None:
-        histogram.write_plot(lengths, inspection.marks, picture)
+        histogram.write_length_plot(lengths, inspection.marks, picture)
     return inspection
 
 

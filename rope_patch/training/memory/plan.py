@@ -45,7 +45,7 @@ from rope_patch.training.memory.step_time import UTILISATION, step_work
 from rope_patch.training.memory.suggestions import suggest_changes
 from rope_patch.training.memory.tables import lengths_table, million_table, published_table
 from rope_patch.training.recipe_files import find_launch
-from rope_patch.training.settings import parse
+from rope_patch.training.settings import parse_settings
 from rope_patch.utils.errors import Refused
 
 __all__ = [
@@ -77,7 +77,7 @@ def from_settings(
     """Return the memory that a recipe needs on each device.
 
     Args:
-        settings: The recipe, from `rope_patch.training.settings.parse`.
+        settings: The recipe, from `rope_patch.training.settings.parse_settings`.
         processes: Processes that share the work; None reads `accelerate launch`'s variables.
         environment: Variables set by `accelerate launch`; None reads this process's environment.
     """
@@ -135,7 +135,7 @@ def to_dict(settings: Any, environment: Mapping[str, str] | None = None) -> dict
     """Return a recipe's plan as JSON data, in bytes, tokens and seconds; with stages, each one's.
 
     Args:
-        settings: The recipe, from `rope_patch.training.settings.parse`.
+        settings: The recipe, from `rope_patch.training.settings.parse_settings`.
         environment: Variables set by `accelerate launch`; None reads this process's environment.
     """
     environment = os.environ if environment is None else environment
@@ -253,7 +253,7 @@ def _read_config(settings: Any) -> Any:
 
 
 def row_length(settings: Any, config: Any | None = None) -> int:
-    """Return the tokens per row that `model_setup.prepare` will use."""
+    """Return the tokens per row that `model_setup.prepare_model` will use."""
     if settings.extension.train_length is not None:
         return settings.extension.train_length
     config = _read_config(settings) if config is None else config
@@ -333,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n\n".join(tables))
         return
     try:
-        settings, flags = parse(rest)
+        settings, flags = parse_settings(rest)
         environment = None
         if options.launch is not None:
             environment = read_environment(find_launch(options.launch), options.processes)

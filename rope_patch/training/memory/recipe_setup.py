@@ -21,7 +21,7 @@ def training_setup(
     """Return the settings of a recipe that a step's memory depends on.
 
     Args:
-        settings: The recipe, from `rope_patch.training.settings.parse`.
+        settings: The recipe, from `rope_patch.training.settings.parse_settings`.
         config: The config of its model.
         processes: Processes that share the work; None reads `accelerate launch`'s variables.
         environment: Variables set by `accelerate launch`; None reads this process's environment.

@@ -10,9 +10,8 @@ from helpers.user_tasks import write_tasks
 from lm_eval.api.metrics import mean_stderr
 from lm_eval.models.huggingface import HFLM
 
-from rope_patch.evaluation import ExternalResults, LongContextLM, TaskIndex
+from rope_patch.evaluation import ExternalResults, ExternalTask, LongContextLM, TaskIndex
 from rope_patch.evaluation.measures import external_tasks
-from rope_patch.evaluation.measures.external_tasks import ExternalTask
 
 LLAMA = str(Path(__file__).parents[2] / "assets" / "tiny-llama")
 

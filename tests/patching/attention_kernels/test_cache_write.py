@@ -17,7 +17,7 @@ from transformers.cache_utils import StaticLayer
 pytest.importorskip("triton")
 
 from rope_patch.ops.kernels import launcher
-from rope_patch.patching.architecture.attention_source import inspect_forward
+from rope_patch.patching import inspect_forward
 from rope_patch.patching.kernels import attention_forward, cache_write
 from rope_patch.patching.kernels.exclusive_memory import counts_are_reliable
 

@@ -15,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
-from rope_patch.patching import length_warning, stamp
-from rope_patch.patching.dynamic.hooks import LengthHooks
+from rope_patch.patching import LengthHooks, length_warning, stamp
 
 pytest.importorskip("triton")
 

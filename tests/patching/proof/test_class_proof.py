@@ -16,8 +16,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from rope_patch.patching import prove
-from rope_patch.patching.proof.tiny_model import CannotShrink, tiny_config, tiny_model
+from rope_patch.patching import CannotShrink, prove, tiny_config, tiny_model
 
 STATIC, DYNAMIC, TWO_SETS, MAP = "static", "dynamic", "two sets", "position map"
 KINDS = [STATIC, DYNAMIC, TWO_SETS, MAP, "temperature", "start tokens"]

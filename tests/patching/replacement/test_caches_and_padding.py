@@ -8,7 +8,7 @@ from helpers.tiny_models import OLD_TRANSFORMERS
 from transformers import DynamicCache, StaticCache
 
 import rope_patch
-from rope_patch.patching.replacement.hooks import Slots, biased_mask
+from rope_patch.patching import Slots, biased_mask
 
 BIASES = ["alibi", "fire", "kerple", "sandwich", "t5"]
 CLOSE = {"rtol": 0, "atol": 2e-5}

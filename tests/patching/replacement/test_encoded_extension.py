@@ -9,8 +9,7 @@ from helpers.written_out_decoder import LENGTH
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import rope_patch
-from rope_patch.patching.replacement.encoding import Span
-from rope_patch.patching.replacement.hooks import AttentionHook, SharedTensors
+from rope_patch.patching import AttentionHook, SharedTensors, Span
 
 FACTOR = 4
 LONG = FACTOR * LENGTH - 3

@@ -26,8 +26,7 @@ from rope_patch.searching import (
     compare_on_held_out,
     draw_search,
 )
-from rope_patch.utils import PALETTE
-from rope_patch.utils.checksums import json_digest
+from rope_patch.utils import PALETTE, json_digest
 
 START_TOKENS = Candidate(
     "mutation", "longrope", {"long_factor": rising_stretch(16), "start_tokens": 4}

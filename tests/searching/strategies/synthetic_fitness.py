@@ -3,7 +3,7 @@
 import math
 import random
 
-from rope_patch.geometry import Geometry
+from rope_patch.methods import Geometry
 from rope_patch.searching import STRATEGIES, SearchSpace
 
 GEOMETRIES = {

@@ -8,8 +8,7 @@ import sys
 import pytest
 from synthetic_fitness import GEOMETRIES, SPACES, Landscape, proposals, run, scan
 
-from rope_patch.geometry import Geometry
-from rope_patch.methods import build
+from rope_patch.methods import Geometry, build
 from rope_patch.searching import Candidate, SearchSpace, TrustRegion
 from rope_patch.searching.strategies.curve import Curve, as_curve, bounds, initial_points
 

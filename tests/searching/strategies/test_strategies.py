@@ -9,8 +9,7 @@ import pytest
 import torch
 from synthetic_fitness import GEOMETRIES, SPACES, Landscape, proposals, run, scan
 
-from rope_patch.geometry import Geometry
-from rope_patch.methods import build, registered_methods
+from rope_patch.methods import Geometry, build, registered_methods
 from rope_patch.searching import (
     STRATEGIES,
     Candidate,

@@ -8,7 +8,7 @@ import torch
 from packed_rows import CountingTokenizer, make_rows, segments
 from training_runs import novel as write_novel
 
-from rope_patch.tasks import texts
+from rope_patch.tasks import read_text
 from rope_patch.training import TaskWeaver, TokenizedDocument
 
 LENGTH = 1024
@@ -101,7 +101,7 @@ def test_answers_follow_from_the_text_above_them(tokenizer, novel, packing):
 
 
 def test_the_document_goes_on_around_a_question(tokenizer):
-    ids = torch.tensor([*tokenizer(texts.read_text("emma")[5000:20_000]).input_ids, 1])
+    ids = torch.tensor([*tokenizer(read_text("emma")[5000:20_000]).input_ids, 1])
     labels = ids.masked_fill(ids == ids[7], -100)
     document = TokenizedDocument("emma", ids, labels)
     weaver = TaskWeaver(tokenizer, list(TASKS), 1.0, "0")
@@ -143,7 +143,7 @@ def test_tasks_and_documents_are_chosen_by_the_seed(tokenizer, novel):
 
 
 def test_tokenised_documents_get_questions_and_short_ones_none(tokenizer, tmp_path):
-    text = texts.read_text("emma")[5000:9000]
+    text = read_text("emma")[5000:9000]
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": tokenizer(text).input_ids}))
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "Emma came."}))
     for name, some in (("a", True), ("b", False)):

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from rope_patch.tasks import texts
+from rope_patch.tasks import read_text
 from rope_patch.training import find_source, fingerprint
 from rope_patch.training.data.documents import tokenize
 
@@ -104,7 +104,7 @@ def test_an_unreachable_hub_is_an_error(read, monkeypatch):
 def test_novels_of_the_package_are_read_by_name(read, tokenizer):
     ((location, ids, _),) = read("novels:persuasion")
     assert location == "novels:persuasion"
-    assert ids == [*tokenizer(texts.read_text("persuasion")).input_ids, END]
+    assert ids == [*tokenizer(read_text("persuasion")).input_ids, END]
     with pytest.raises(ValueError, match=r"no novel 'ema' \(did you mean 'emma'\?\): .*persuasion"):
         read("novels:ema")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from packed_rows import make_rows, resumed_rows, tokens
 
-from rope_patch.tasks import texts
+from rope_patch.tasks import read_text
 from rope_patch.training import find_source
 
 TEXTS = [f"{n} {'ä—x' * (n % 7)}" for n in range(50)]
@@ -69,7 +69,7 @@ def test_a_text_is_one_document(tmp_path, source):
     if source == "a.txt":
         source = str(tmp_path / source)
         Path(source).write_text("Emma")
-    text = texts.read_text("persuasion") if source.startswith("novels") else "Emma"
+    text = read_text("persuasion") if source.startswith("novels") else "Emma"
     reader = reader_of(source)
     assert read(reader) == read(reader, 0, {}) == [(0, source, text, {})]
     assert read(reader, 1) == []

@@ -9,8 +9,7 @@ from packed_rows import LENGTH, make_rows, packed, require_equal_rows, resumed_r
 from training_runs import TINY, run, settings_of
 from transformers import AutoModelForCausalLM
 
-from rope_patch.training import collate, read_log, skipped_positions
-from rope_patch.training.model_setup import prepare
+from rope_patch.training import collate, prepare_model, read_log, skipped_positions
 
 TARGET = 200
 SKIPPING = {"row_length": LENGTH, "trained_length": LENGTH, "target_length": TARGET, "seed": 0}
@@ -101,7 +100,7 @@ LEAKY = {"positions": "leaky", "method": "none", "train_length": 256}
 def test_leaky_training_compares_at_growing_distances(tmp_path):
     """Equal to attention that is written out: distances grow 2 x factor times as fast."""
     keys = {"method": "none", "factor": 4, "positions": "leaky", "train_length": 256}
-    prepared = prepare(settings_of(tmp_path / "out", **keys))
+    prepared = prepare_model(settings_of(tmp_path / "out", **keys))
     assert (prepared.target_length, prepared.trained_length) == (1024, 256)
     model = prepared.model.eval()
     ids = torch.randint(5, 500, (1, 256), generator=torch.Generator().manual_seed(0))

@@ -8,13 +8,15 @@ import sys
 import pytest
 from packed_rows import LENGTH, SETTINGS, make_rows
 
-from rope_patch.tasks import texts
-from rope_patch.training import DataArguments, DuplicateFinder, packing_yield
-from rope_patch.training.inspection.histogram import (
+from rope_patch.tasks import read_text
+from rope_patch.training import (
+    DataArguments,
+    DuplicateFinder,
     format_bins,
     length_bins,
-    make_figure,
-    write_plot,
+    make_length_figure,
+    packing_yield,
+    write_length_plot,
 )
 
 pytest.importorskip("datasketch")
@@ -41,7 +43,7 @@ def edited(text, rng, share):
 
 def plain_text(name):
     """Return a novel without what makes the two ways to find words differ."""
-    text = texts.read_text(name)
+    text = read_text(name)
     return " ".join("".join(c if c.isalnum() and c.isascii() else " " for c in text).split())
 
 
@@ -191,7 +193,7 @@ def heights(axes):
 def test_the_picture_shows_the_true_counts():
     pytest.importorskip("matplotlib")
     sources = {"a.jsonl": random_lengths(2), "_b.jsonl": random_lengths(3, 200)}
-    upper, lower = make_figure(sources, MARKS).axes
+    upper, lower = make_length_figure(sources, MARKS).axes
     total = sum(map(sum, sources.values()))
     for lengths, documents, tokens in zip(
         sources.values(), heights(upper), heights(lower), strict=True
@@ -208,7 +210,7 @@ def test_the_picture_shows_the_true_counts():
 def test_many_sources_are_one_beyond_the_colours():
     pytest.importorskip("matplotlib")
     sources = {f"{'x' * 40}/{n}.jsonl": [n + 1] * (n + 1) for n in range(10)}
-    upper, _ = make_figure(sources, MARKS).axes
+    upper, _ = make_length_figure(sources, MARKS).axes
     names = [text.get_text().strip() for text in upper.get_legend().get_texts()]
     assert names[0].startswith("…")
     assert names[0].endswith("/0.jsonl")
@@ -222,16 +224,16 @@ def test_the_same_lengths_make_the_same_file(tmp_path, name):
     pytest.importorskip("matplotlib")
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        write_plot({"a.jsonl": random_lengths(4)}, MARKS, tmp_path / folder / name)
+        write_length_plot({"a.jsonl": random_lengths(4)}, MARKS, tmp_path / folder / name)
     one, two = ((tmp_path / folder / name).read_bytes() for folder in ("one", "two"))
     assert one == two
 
 
 def test_what_is_no_picture_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a picture is an \.svg or a \.png file, got .*a\.pdf"):
-        write_plot({"a": [1]}, MARKS, tmp_path / "a.pdf")
+        write_length_plot({"a": [1]}, MARKS, tmp_path / "a.pdf")
     with pytest.raises(ValueError, match=r"there is no folder .*none"):
-        write_plot({"a": [1]}, MARKS, tmp_path / "none" / "a.png")
+        write_length_plot({"a": [1]}, MARKS, tmp_path / "none" / "a.png")
 
 
 LENGTHS = [random.Random(0).choice([3, 20, 47, 48, 49, 96, 130, 300]) for _ in range(80)]

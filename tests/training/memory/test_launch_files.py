@@ -19,9 +19,8 @@ from accelerate.utils.launch import (
 from training_runs import TINY
 from transformers import LlamaForCausalLM
 
-from rope_patch.training import find_launch, read_environment, training_setup
+from rope_patch.training import find_launch, parse_settings, read_environment, training_setup
 from rope_patch.training.memory import plan
-from rope_patch.training.settings import parse
 
 ROOT = Path(__file__).parents[3]
 LAUNCHES = sorted(path.stem for path in (ROOT / "recipes" / "accelerate").glob("*.yaml"))
@@ -78,7 +77,7 @@ def test_a_single_process_leaves_the_precision_to_the_recipe(launch):
     assert arguments.num_processes == 1
     assert environment.ACCELERATE_MIXED_PRECISION == "no"
     for recipe, precision in (("yarn_64k", "bf16"), ("smoke_cpu", "no")):
-        assert parse(["--config", recipe])[0].training.mixed_precision == precision
+        assert parse_settings(["--config", recipe])[0].training.mixed_precision == precision
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2_cp8"])
@@ -123,7 +122,7 @@ def test_sequence_parallel_settings_reach_the_processes(launch):
 
 def setup_of(environment, processes=None, **keys):
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    settings = parse([*ARGUMENTS, *words])[0]
+    settings = parse_settings([*ARGUMENTS, *words])[0]
     return training_setup(settings, CONFIG, processes, environment)
 
 

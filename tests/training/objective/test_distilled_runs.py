@@ -11,8 +11,7 @@ from training_runs import ASSETS, BOTH, LENGTH, TINY, curve, run, settings_of
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.training import TrainingRun, read_log
-from rope_patch.training.model_setup import prepare
+from rope_patch.training import TrainingRun, prepare_model, read_log
 
 DISTILLED = {"short_share": 0.5, "distillation_weight": 1.0, "save_strategy": "no"}
 
@@ -80,7 +79,7 @@ def test_batches_and_accumulated_gradients_are_averaged_over_tokens(tmp_path):
 
 
 def test_with_lora_the_original_model_computes_with_the_same_tensors(tmp_path):
-    prepared = prepare(parsed(tmp_path, lora_rank=4))
+    prepared = prepare_model(parsed(tmp_path, lora_rank=4))
     base = prepared.model.get_base_model()
     teacher = prepared.objective.distillation.teacher.model
     trained = {p.data_ptr() for p in prepared.model.parameters() if p.requires_grad}
@@ -95,12 +94,12 @@ def test_with_lora_the_original_model_computes_with_the_same_tensors(tmp_path):
 
 
 def test_without_lora_the_original_model_has_tensors_of_its_own(tmp_path):
-    prepared = prepare(parsed(tmp_path))
+    prepared = prepare_model(parsed(tmp_path))
     teacher = prepared.objective.distillation.teacher.model
     here = {p.data_ptr() for p in prepared.model.parameters()}
     assert here.isdisjoint(p.data_ptr() for p in teacher.parameters())
     assert {p.dtype for p in teacher.parameters()} == {torch.float32}
-    teacher = prepare(parsed(tmp_path, bf16=True)).objective.distillation.teacher.model
+    teacher = prepare_model(parsed(tmp_path, bf16=True)).objective.distillation.teacher.model
     assert {p.dtype for p in teacher.parameters()} == {torch.bfloat16}
 
 
@@ -110,7 +109,7 @@ def test_the_original_model_of_a_saved_one_rotates_as_recorded(tmp_path):
     rope_patch.save(model, tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").symlink_to(ASSETS / "tiny-llama" / "tokenizer.json")
     changes = {"model": tmp_path / "model", "factor": 4}
-    teacher = prepare(parsed(tmp_path, **changes)).objective.distillation.teacher.model
+    teacher = prepare_model(parsed(tmp_path, **changes)).objective.distillation.teacher.model
     ids = torch.arange(3, 300)[None]
     with torch.no_grad():
         got = teacher(ids, use_cache=False).logits
@@ -121,7 +120,7 @@ def test_the_original_model_of_a_saved_one_rotates_as_recorded(tmp_path):
 def test_random_numbers_are_those_of_a_run_without_distillation(tmp_path):
     numbers = []
     for weight in (0.0, 1.0):
-        model = prepare(parsed(tmp_path, lora_rank=4, distillation_weight=weight)).model
+        model = prepare_model(parsed(tmp_path, lora_rank=4, distillation_weight=weight)).model
         weights = {n: p for n, p in model.named_parameters() if "lora_A" in n}
         numbers.append((weights, torch.rand(3)))
     assert torch.equal(numbers[0][1], numbers[1][1])
@@ -143,7 +142,7 @@ def test_random_numbers_are_those_of_a_run_without_distillation(tmp_path):
 )
 def test_what_does_not_fit_is_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        prepare(parsed(tmp_path, **changes))
+        prepare_model(parsed(tmp_path, **changes))
 
 
 def test_deepspeed_is_refused(tmp_path, monkeypatch):
@@ -151,7 +150,7 @@ def test_deepspeed_is_refused(tmp_path, monkeypatch):
     accelerator = Accelerator(cpu=True)
     monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
     with pytest.raises(ValueError, match="DeepSpeed"):
-        TrainingRun(settings, prepare(settings), accelerator, None, entry_point="finetune")
+        TrainingRun(settings, prepare_model(settings), accelerator, None, entry_point="finetune")
 
 
 @pytest.mark.parametrize("recipe", BOTH)
