@@ -32,7 +32,7 @@ GROUPS := $(addprefix tests/,methods patching pretrained inference serving integ
 EXTRAS := $(addprefix tests/,cli/test_cli.py evaluation/test_compare_command.py \
 	evaluation/test_other_models.py pretrained/test_adapters.py \
 	searching/test_search_command.py searching/strategies training/test_identity.py \
-	training/data/test_documents.py training/inspection/test_duplicates.py)
+	training/data/test_documents.py training/inspection/test_inspected_parts.py)
 # `--record FILE` writes what was run, for docs/compatibility.md.
 RECORD := PYTHONPATH=$(CURDIR)/tests/compatibility
 RUNS := tests/compatibility/runs

@@ -8,7 +8,7 @@ DEFECTS = [
         "rope_patch/cli/commands.py",
         "            raise typer.Exit(CRASHED) from None\n",
         "            raise typer.Exit(1) from None\n",
-        ("tests/cli/test_refusals.py::test_wrong_words_are_one_error_line_and_write_nothing",),
+        ("tests/cli/test_wrong_words.py::test_wrong_words_are_one_error_line_and_write_nothing",),
     ),
     Defect(
         "a command prints characters that control the terminal",
@@ -43,7 +43,7 @@ DEFECTS = [
         "rope_patch/cli/commands.py",
         "            message = self._in_options(str(error))\n",
         "            message = str(error)\n",
-        ("tests/cli/test_refusals.py::test_wrong_words_are_one_error_line_and_write_nothing",),
+        ("tests/cli/test_wrong_words.py::test_wrong_words_are_one_error_line_and_write_nothing",),
     ),
     Defect(
         "an incomplete report exits with 0",
@@ -190,14 +190,14 @@ DEFECTS = [
         "rope_patch/utils/errors.py",
         "    except RecursionError as error:\n",
         "    except ZeroDivisionError as error:\n",
-        ("tests/cli/test_refusals.py::test_a_deeply_nested_report_is_refused",),
+        ("tests/cli/test_wrong_words.py::test_a_deeply_nested_report_is_refused",),
     ),
     Defect(
         "an option's value that is no YAML ends in a traceback",
         "rope_patch/cli/options.py",
         "        except yaml.YAMLError as error:\n",
         "        except ZeroDivisionError as error:\n",
-        ("tests/cli/test_refusals.py::test_wrong_words_are_one_error_line_and_write_nothing",),
+        ("tests/cli/test_wrong_words.py::test_wrong_words_are_one_error_line_and_write_nothing",),
     ),
     Defect(
         "numbers that readers of YAML take differently pass",
@@ -213,7 +213,7 @@ DEFECTS = [
         "rope_patch/pretrained/loading.py",
         "    except Exception as error:  # tokenizers' parsers raise errors of any type\n",
         "    except OSError as error:\n",
-        ("tests/cli/test_refusals.py::test_damaged_and_missing_tokenizers_are_refused",),
+        ("tests/cli/test_wrong_words.py::test_damaged_and_missing_tokenizers_are_refused",),
     ),
     Defect(
         "a device that is not there ends in torch's assertion once the weights are read",

@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.rope_patch")  # below vLLM's, whose handler pri
 # Releases whose code the plugin was checked against.
 KNOWN_RELEASES = ((0, 32), (0, 33))
 # Of these, the releases that the plugin was run with. 0.33 has no build for CPUs: its source was
-# read, and tests/engines/vllm/test_hooks.py checks by it what the plugin leans on.
+# read, and tests/engines/vllm_source checks by it what the plugin leans on.
 RUN_RELEASES = ((0, 32),)
 # The kinds of drafts whose requests were compared with transformers. The model itself verifies
 # every draft, among the tokens of its own batch, so a draft's rotation changes no output.
