@@ -111,7 +111,9 @@ SHARED = ["phi3", "gpt_neox", "stablelm"]  # one fused projection; a view of the
 def test_overwriting_does_not_change_a_bit(family, mode, overwritten, copying):
     model = make_model(family)
     patch(model, "auto")
-    got = logits(model, mode)
+    for _ in range(8):  # CPython specializes a call then; before, one more reference may be held
+        overwritten.clear()
+        got = logits(model, mode)
     assert overwritten
     assert set(overwritten) == {family in OVERWRITTEN}
     copying()
