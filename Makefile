@@ -108,7 +108,7 @@ test-newest:
 	$(NEWEST)/bin/pip install --quiet --upgrade pip
 	$(NEWEST)/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[all]" \
 		--group dev
-	$(RECORD) $(NEWEST)/bin/pytest -n 2 --dist worksteal -p recording \
+	ALL_ARCHITECTURES=1 $(RECORD) $(NEWEST)/bin/pytest -n 2 --dist worksteal -p recording \
 		--record $(RUNS)/newest.json $(GROUPS) $(EXTRAS)
 
 # In an environment of its own, because transformers before 5.23 refuses the newest huggingface_hub.
@@ -123,7 +123,7 @@ test-transformers:
 	$(RELEASE)/bin/python -I -c "import rope_patch, transformers as t; \
 		assert t.__version__ == '$(VERSION)', t.__version__; \
 		assert rope_patch.__file__ == '$(CURDIR)/rope_patch/__init__.py', rope_patch.__file__"
-	$(RECORD) $(RELEASE)/bin/pytest -n 2 --dist worksteal -p recording \
+	ALL_ARCHITECTURES=1 $(RECORD) $(RELEASE)/bin/pytest -n 2 --dist worksteal -p recording \
 		--record $(RUNS)/transformers-$(VERSION).json $(GROUPS)
 
 lint: $(VENV)/installed
