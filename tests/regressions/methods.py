@@ -220,4 +220,14 @@ DEFECTS = [
         "",
         (f"{_TESTS}/test_plugins.py::test_processes_started_later_know_the_method",),
     ),
+    Defect(
+        "dpe's smallest group decides how long a text may be",
+        "rope_patch/methods/dpe.py",
+        "return longest_grouped_text(reach, window, max(self.groups))",
+        "return longest_grouped_text(reach, window, min(self.groups))",
+        (
+            "tests/methods/position_maps/test_map_properties.py"
+            "::test_the_longest_text_could_not_be_longer",
+        ),
+    ),
 ]
