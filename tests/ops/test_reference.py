@@ -9,8 +9,8 @@ from helpers.exact_rotation import DEVICE, Rotation, assert_rounded, draw_heads,
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
-from rope_patch.ops import pack_frequencies, rerotate_, rerotation_frequencies
-from rope_patch.ops.reference import rerotate_as_transformers_, rms_norm, rotate
+from rope_patch.ops import pack_frequencies, rerotation_frequencies
+from rope_patch.ops.reference import rerotate_, rerotate_as_transformers_, rms_norm, rotate
 
 # head_dim, rotary_dim, theta, trained length: Llama 3, SmolLM2, Gemma 3 (full), Phi-2
 GEOMETRIES = [
