@@ -103,6 +103,7 @@ def test_dynamic_methods_re_rotate_the_written_keys():
     assert names.count("rerotate_kernel") == 1  # all layers at once
 
 
+@pytest.mark.usefixtures("references_in_this_process")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_large_queries_are_rotated_in_their_own_memory(family, monkeypatch):
     monkeypatch.setattr(attention_forward, "_MIN_OVERWRITTEN_NUMEL", 0)

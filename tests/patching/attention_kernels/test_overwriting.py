@@ -1,6 +1,5 @@
 """Test that queries and keys are overwritten where nobody looks, and copied where somebody does."""
 
-import sys
 import weakref
 from itertools import accumulate
 
@@ -19,6 +18,7 @@ from rope_patch.ops import cpu
 from rope_patch.patching.kernels import attention_forward, exclusive_memory
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("references_in_this_process")
 
 MODES = [torch.no_grad, torch.inference_mode]
 LENGTH = 20
@@ -30,26 +30,6 @@ def small_limits(monkeypatch):
     monkeypatch.setattr(attention_forward, "_MIN_OVERWRITTEN_NUMEL", 0)
     monkeypatch.setattr(cpu, "_JOINED_NUMEL", 0)
     monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 7 * 4 * 16)
-
-
-@pytest.fixture(autouse=True)
-def references_in_this_process(monkeypatch):
-    """Expect as many references to exclusive tensors as calls take in this process.
-
-    After an error in torch.compile, torch 2.13 keeps its hook for frames. Callers then hold
-    arguments during a call, so that tensors are always copied, here as in any such process.
-    """
-
-    class Count(exclusive_memory._Probe):
-        def rotate(self, q, k):
-            return count_references(q, k)
-
-    def count_references(q, k):
-        return sys.getrefcount(q)
-
-    references = Count().forward(lambda x: None, lambda x: None)
-    assert references in (exclusive_memory._REFERENCES, exclusive_memory._REFERENCES + 2)
-    monkeypatch.setattr(exclusive_memory, "_REFERENCES", references)
 
 
 @pytest.fixture
