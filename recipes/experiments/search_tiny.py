@@ -160,7 +160,7 @@ def compare_with(
     evaluation: Evaluation, references: dict[str, Evaluation], samples: Sequence[Sample]
 ) -> dict[str, Any]:
     """Return an evaluation's numbers and its comparisons with others."""
-    numbers = comparison.compare({comparison.FOUND: evaluation, **references}, samples)
+    numbers = comparison.compare_on_held_out({comparison.FOUND: evaluation, **references}, samples)
     comparisons = {f"against {label}": numbers.get(f"against {label}") for label in references}
     return {**numbers[comparison.FOUND], **comparisons}
 

@@ -261,6 +261,7 @@ def _start_as_one_of_two(processes):
     processes.rank, processes.size = 0, 2
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_to_compare_says_what_it_takes(tmp_path):
     with pytest.raises(rope_patch.Refused, match="budget must be larger, got 1 s") as error:
         extend_tiny(tmp_path / "out", budget="1s")

@@ -241,6 +241,7 @@ def _plan_until(folder, answers):
     plan_pilot(folder)
 
 
+@pytest.mark.slow
 def test_a_killed_pilot_comes_to_the_same_number_of_samples(tmp_path, monkeypatch):
     """Kill it within the first answers, between methods and after the last answer."""
     monkeypatch.setattr("rope_patch.extending.proof._PILOT_SHORT", 1)

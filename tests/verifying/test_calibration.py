@@ -67,10 +67,9 @@ def count_verdicts(name, numerics, engines, seeds):
 def test_no_verdict_is_false():
     engines = make_engines("llama")
     with kept_predictions():
-        for numerics in NUMERICS:
-            counts = count_verdicts("llama", numerics, engines, range(1))
-            assert counts["false"] == 0
-            assert counts["right"] >= 0.9 * (len(engines) - len(ODD_CONFIGS))
+        counts = count_verdicts("llama", "bfloat16", engines, range(1))
+    assert counts["false"] == 0
+    assert counts["right"] >= 0.9 * (len(engines) - len(ODD_CONFIGS))
 
 
 @pytest.mark.slow

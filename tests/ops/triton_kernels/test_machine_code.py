@@ -107,7 +107,7 @@ BFLOAT16, ACCESS = 2, 16
 
 
 def cases(targets, select=lambda job: True):
-    """Parametrise by target and name; other sizes on other targets than sm_90 are slow."""
+    """Parametrise by target and name; other sizes, and other targets than sm_90, are slow."""
     return pytest.mark.parametrize(
         ("target", "name"),
         [
@@ -115,7 +115,7 @@ def cases(targets, select=lambda job: True):
                 target,
                 name,
                 id=f"{target}-{name}",
-                marks=pytest.mark.slow if name in VARIANT_JOBS and target != "sm_90" else (),
+                marks=pytest.mark.slow if name in VARIANT_JOBS or target != "sm_90" else (),
             )
             for target in targets
             for name, job in JOBS.items()
