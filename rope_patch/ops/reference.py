@@ -45,7 +45,6 @@ def rope(
     sections: torch.Tensor | None = None,
     interleaved: bool = False,
     heads_dim: int = 2,
-    conjugate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate queries and keys to their positions, by exact angles; see `rope_patch.ops.rope`.
 
@@ -57,13 +56,11 @@ def rope(
         sections: See `rope_patch.ops.angles.cos_sin`.
         interleaved: See `rotate`.
         heads_dim: Dimension of the heads: 2, or 1 for `[B, H, S, D]`.
-        conjugate: Rotate backwards, as for gradients.
 
     Returns:
         Both, rotated, in their dtypes.
     """
     cos, sin = (c.unsqueeze(heads_dim) for c in cos_sin(positions, packed_freqs, sections))
-    sin = -sin if conjugate else sin
     rotated = (None if x is None else rotate(x, cos, sin, interleaved=interleaved) for x in (q, k))
     return next(rotated), next(rotated)  # type: ignore[return-value]
 
