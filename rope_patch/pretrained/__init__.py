@@ -6,7 +6,7 @@ __all__, __getattr__, __dir__ = front(
     __name__,
     {
         "demo": "demo_folder resolve_model_path",
-        "loading": "read_model read_tokenizer",
+        "loading": "empty_model read_model read_tokenizer",
         "model_class": "auto_class",
         "quantization": "GGUF_TYPES loading_arguments parse_quantization quantize "
         "require_unquantized",

@@ -26,7 +26,6 @@ PRINTED = {
     "Qwen, yarn": "both",
     "Llama 3.1": "both",
     "Llama 3.1, ntk": "flags",
-    "Llama 3, warmer yarn": "both",
     "Llama 3, llama3": "fields",
     "Llama 3, per-pair factors": "fields",
     "Phi-3 of one set": "both",

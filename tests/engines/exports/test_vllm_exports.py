@@ -1,27 +1,31 @@
 """Test that `vllm serve`, with the words that export prints, rotates as asked, without a plugin."""
 
-import copy
-
 import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("gguf")
 import torch
 from export_servers import vllm
-from tiny_checkpoints import CASES, LEAST_MARGIN, print_export
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_checkpoints import CASES, LEAST_MARGIN, Case, print_export
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.models.deepseek_v4.common.rope import build_deepseek_v4_rope
 
 import rope_patch
+from rope_patch.pretrained import empty_model
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("name", CASES)
+OWN_CASES = CASES | {
+    "Qwen, warmer yarn": Case.of("Qwen3", "yarn", factor=4, attention_factor=1.3),
+}
+
+
+@pytest.mark.parametrize("name", OWN_CASES)
 def test_the_printed_line_rotates_as_asked(name, folder_of, tmp_path):
-    case = CASES[name]
+    case = OWN_CASES[name]
     folder = folder_of(case.checkpoint)
     words = print_export(case, folder, "vllm").words
     with vllm(folder, words, tmp_path / "log.txt") as url:
@@ -54,8 +58,7 @@ def test_deepseek_v4s_tables_are_of_the_patched_models_frequencies(own, method, 
         max_position_embeddings=1024,
         num_hidden_layers=4,
     )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    model = empty_model("", config)
     handle = rope_patch.patch(model, method, factor=2.0, kernels="hf", **request_)
     fields = {**config.to_dict(), **rope_patch.export(model, "vllm").config}
     served = AutoConfig.for_model(**fields)

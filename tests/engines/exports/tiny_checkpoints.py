@@ -163,9 +163,6 @@ CASES = {
     "Qwen, yarn": Case.of("Qwen3", "yarn", factor=4),
     "Llama 3.1": Case.of("Llama-3.1"),
     "Llama 3.1, ntk": Case.of("Llama-3.1", "ntk", factor=2),
-    "Llama 3, warmer yarn": Case.of(
-        "Llama-3", "yarn", factor=4, attention_factor=1.4, beta_fast=8.0
-    ),
     "Llama 3, llama3": Case.of("Llama-3", "llama3", factor=4),
     "Phi-3 of one set": Case.of("Phi-3-128k"),
     "Phi-3, yarn": Case.of("Phi-3-4k", "yarn", factor=4),
