@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rope_patch.methods import frequencies, list_methods, register_method  # need no torch
 from rope_patch.utils.deprecation import warn_renamed
+from rope_patch.utils.front import front
 
 if TYPE_CHECKING:
     from rope_patch.diagnosing import Diagnosis, diagnose
@@ -75,44 +76,6 @@ __all__ = [
     "verify",
 ]
 
-# Names that are imported on first use (PEP 562), because their modules import torch and
-# transformers, which take seconds.
-_MODULES = {
-    "Diagnosis": "diagnosing",
-    "EncodedModel": "patching.replacement.handle",
-    "EncodingPatch": "patching.encodings.handle",
-    "Evaluation": "evaluation.entry_points",
-    "Export": "exporting",
-    "Extended": "extending",
-    "Extension": "extension",
-    "Patch": "patching",
-    "PatchedCheckpoint": "pretrained.patched_checkpoint",
-    "Refused": "utils.errors",
-    "RopePatchCallback": "integrations.trainer_callback",
-    "SearchResult": "searching",
-    "Verification": "verifying",
-    "compare": "evaluation.entry_points",
-    "current": "patching.active",
-    "diagnose": "diagnosing",
-    "encode": "patching",
-    "evaluate": "evaluation.entry_points",
-    "export": "exporting",
-    "extend": "extending",
-    "list_encodings": "patching",
-    "load": "pretrained.loading",
-    "load_adapter": "pretrained.adapters",
-    "patch": "patching",
-    "patch_checkpoint": "pretrained.patched_checkpoint",
-    "picture": "pictures",
-    "recommend": "recommending",
-    "register_rope_types": "pretrained.transformers_registry",
-    "restore": "patching",
-    "save": "pretrained.saving",
-    "search": "searching",
-    "unpatch": "patching",
-    "unregister_rope_types": "pretrained.transformers_registry",
-    "verify": "verifying",
-}
 _RENAMED = {  # old names, which go with the next version
     "Found": "SearchResult",
     "register": "register_rope_types",
@@ -123,27 +86,50 @@ _RENAMED = {  # old names, which go with the next version
 if not TYPE_CHECKING:  # or type checkers would accept any name
 
     def __getattr__(name):
-        """Import a public name, or a submodule, on first use."""
+        """Return what an old name stands for, the version, or a submodule."""
         if name in _RENAMED:
             warn_renamed(f"rope_patch.{name}", f"rope_patch.{_RENAMED[name]}")
             return getattr(import_module("rope_patch"), _RENAMED[name])
-        if name in _MODULES:
-            value = getattr(import_module(f"rope_patch.{_MODULES[name]}"), name)
-        elif name == "__version__":
+        if name == "__version__":
             from rope_patch.utils.versions import own_version
 
-            value = own_version()
-        elif name.startswith("_"):
+            return own_version()
+        if name.startswith("_"):
             raise AttributeError(f"module 'rope_patch' has no attribute {name!r}")
-        else:
-            try:
-                return import_module(f"rope_patch.{name}")
-            except ModuleNotFoundError as error:
-                if error.name != f"rope_patch.{name}":
-                    raise
-                raise AttributeError(f"module 'rope_patch' has no attribute {name!r}") from None
-        globals()[name] = value
-        return value
+        try:
+            return import_module(f"rope_patch.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"rope_patch.{name}":
+                raise
+            raise AttributeError(f"module 'rope_patch' has no attribute {name!r}") from None
+
+
+# Their modules import torch and transformers, which take seconds.
+front(
+    __name__,
+    {
+        "diagnosing": "Diagnosis diagnose",
+        "evaluation.entry_points": "Evaluation compare evaluate",
+        "exporting": "Export export",
+        "extending": "Extended extend",
+        "extension": "Extension",
+        "integrations.trainer_callback": "RopePatchCallback",
+        "patching": "Patch encode list_encodings patch restore unpatch",
+        "patching.active": "current",
+        "patching.encodings.handle": "EncodingPatch",
+        "patching.replacement.handle": "EncodedModel",
+        "pictures": "picture",
+        "pretrained.adapters": "load_adapter",
+        "pretrained.loading": "load",
+        "pretrained.patched_checkpoint": "PatchedCheckpoint patch_checkpoint",
+        "pretrained.saving": "save",
+        "pretrained.transformers_registry": "register_rope_types unregister_rope_types",
+        "recommending": "recommend",
+        "searching": "SearchResult search",
+        "utils.errors": "Refused",
+        "verifying": "Verification verify",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,15 @@ packages of one level (`rope_patch.evaluation`), the fronts, stand for what othe
 """
 
 import ast
+import sys
 from collections import defaultdict
 from pathlib import Path
+from types import ModuleType
+
+import pytest
+from helpers.changed import front_names
+
+from rope_patch.utils.front import front
 
 ROOT = Path(__file__).parents[1]
 # Lower it with the number; the few that stay are kernels, statistics and formulas.
@@ -71,3 +78,49 @@ def test_fronts_and_public_names_are_not_internal():
         assert internal_module(name) == "rope_patch.geometry"
     for name in ("rope_patch.serving.vllm", "rope_patch.serving.vllm.no_such_name"):
         assert internal_module(name) == "rope_patch.serving.vllm"
+
+
+def defined_names(path):
+    """Return the names that a module defines or imports at its top, and those of its front."""
+    source = path.read_text(encoding="utf-8")
+    names = {name for words in front_names(source).values() for name in words}
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign):
+            names.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom):
+            names.update(each.asname or each.name for each in node.names)
+    return names
+
+
+def test_fronts_give_what_their_modules_define():
+    """Read the source, because some modules import what is not installed here."""
+    fronts = 0
+    for init in (ROOT / "rope_patch").rglob("__init__.py"):
+        table = front_names(init.read_text(encoding="utf-8"))
+        fronts += bool(table)
+        for module, words in table.items():
+            path = init.parent.joinpath(*module.split("."))
+            path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            assert set(words) <= defined_names(path), path
+            for word in words:  # else importing the submodule would replace the name
+                assert not (init.parent / word).exists(), word
+                assert not (init.parent / f"{word}.py").exists(), word
+    assert fronts > 15
+
+
+def test_a_front_gives_a_name_once(monkeypatch):
+    room = ModuleType("room")
+    monkeypatch.setitem(sys.modules, "room", room)
+    room.__all__, room.own = ["own"], 1
+    for names in ({"a": "x", "b": "x"}, {"a": "own"}):
+        with pytest.raises(ValueError, match="expected one"):
+            front("room", names)
+    front("room", {"a": "x"})
+    assert room.__all__ == ["own", "x"]
+    assert {"own", "x"} <= set(dir(room))
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = room.no_such

@@ -7,7 +7,6 @@ from rope_patch.diagnosing.pairs import Pair, PairTable
 from rope_patch.diagnosing.pipeline import diagnose
 from rope_patch.utils.front import front
 
-_lazy, __getattr__, __dir__ = front(
-    __name__, {"base_bounds": "base_bound critical_base failing_distance"}
-)
-__all__ = ["Advice", "Diagnosis", "Finding", "Pair", "PairTable", "Reason", "diagnose", *_lazy]
+__all__ = ["Advice", "Diagnosis", "Finding", "Pair", "PairTable", "Reason", "diagnose"]
+
+front(__name__, {"base_bounds": "base_bound critical_base failing_distance"})

@@ -2,7 +2,7 @@
 
 from rope_patch.utils.front import front
 
-__all__, __getattr__, __dir__ = front(
+front(
     __name__,
     {
         "comparison": "comparison_request",

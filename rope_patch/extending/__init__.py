@@ -4,7 +4,9 @@ from rope_patch.extending.entry_point import extend
 from rope_patch.extending.result import Extended
 from rope_patch.utils.front import front
 
-_lazy, __getattr__, __dir__ = front(
+__all__ = ["Extended", "extend"]
+
+front(
     __name__,
     {
         "candidates": "Candidate compared_candidates trained_candidate",
@@ -18,4 +20,3 @@ _lazy, __getattr__, __dir__ = front(
         "work_folder": "WorkFolder",
     },
 )
-__all__ = ["Extended", "extend", *_lazy]

@@ -18,19 +18,6 @@ from rope_patch.methods.registry import build, register_method, registered_metho
 from rope_patch.utils.deprecation import warn_renamed
 from rope_patch.utils.front import front
 
-_lazy, __getattr__, __dir__ = front(
-    __name__,
-    {
-        "dynamic": "Dynamic",
-        "encoding_methods": "ENCODING_METHODS",
-        "mixed": "Mixed",
-        "origin": "origin_of",
-        "position_map": "PositionMap Region near_region",
-        "registry": "find_method get_method outside_methods",
-        "temperature": "Temperature",
-    },
-)
-
 __all__ = [
     "Frequencies",
     "Geometry",
@@ -42,7 +29,6 @@ __all__ = [
     "option",
     "register_method",
     "registered_methods",
-    *_lazy,
 ]
 
 for _file in (
@@ -132,3 +118,17 @@ class _Callable(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Callable
+
+
+front(
+    __name__,
+    {
+        "dynamic": "Dynamic",
+        "encoding_methods": "ENCODING_METHODS",
+        "mixed": "Mixed",
+        "origin": "origin_of",
+        "position_map": "PositionMap Region near_region",
+        "registry": "find_method get_method outside_methods",
+        "temperature": "Temperature",
+    },
+)

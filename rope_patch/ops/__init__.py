@@ -20,20 +20,6 @@ from rope_patch.ops.n_dimensional import (
 from rope_patch.utils.deprecation import warn_renamed
 from rope_patch.utils.front import front
 
-_lazy, _get_name, __dir__ = front(
-    __name__,
-    {
-        "angles": "rerotation_frequencies",
-        "cpu": "rope_from_cos_sin",
-        "hub.layers": "apply_rotary_transformers",
-        "kernel_variant": "KernelVariant",
-        "modes": "is_interpreted",
-        "output_inversion": "can_recompute_from_output",
-        "transfer": "copy_to_device",
-        "validation": "may_share_memory overlaps_itself",
-    },
-)
-
 __all__ = [
     "KERNELS",
     "axial_frequencies",
@@ -47,14 +33,28 @@ __all__ = [
     "rope_into_cache",
     "triton_unavailable_reason",
     "use_triton",
-    *_lazy,
 ]
 
 if not TYPE_CHECKING:  # or type checkers would accept any name
 
     def __getattr__(name):
-        """Return a name that is imported on first use, or what an old name stands for."""
+        """Return what an old name stands for."""
         if name != "make_turns":
-            return _get_name(name)
+            raise AttributeError(f"module 'rope_patch.ops' has no attribute {name!r}")
         warn_renamed("rope_patch.ops.make_turns", "rope_patch.ops.pack_frequencies")
         return pack_frequencies
+
+
+front(
+    __name__,
+    {
+        "angles": "rerotation_frequencies",
+        "cpu": "rope_from_cos_sin",
+        "hub.layers": "apply_rotary_transformers",
+        "kernel_variant": "KernelVariant",
+        "modes": "is_interpreted",
+        "output_inversion": "can_recompute_from_output",
+        "transfer": "copy_to_device",
+        "validation": "may_share_memory overlaps_itself",
+    },
+)

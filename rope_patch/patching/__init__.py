@@ -14,7 +14,21 @@ from rope_patch.patching.replacement.registry import list_encodings
 from rope_patch.patching.restoration import restore
 from rope_patch.utils.front import front
 
-_lazy, __getattr__, __dir__ = front(
+__all__ = [
+    "Patch",
+    "check",
+    "check_encoding",
+    "current",
+    "encode",
+    "list_encodings",
+    "patch",
+    "patch_rotation",
+    "prove",
+    "restore",
+    "unpatch",
+]
+
+front(
     __name__,
     {
         "architecture.attention_source": "inspect_forward",
@@ -39,17 +53,3 @@ _lazy, __getattr__, __dir__ = front(
         "replacement.hooks": "AttentionHook SharedTensors Slots biased_mask",
     },
 )
-__all__ = [
-    "Patch",
-    "check",
-    "check_encoding",
-    "current",
-    "encode",
-    "list_encodings",
-    "patch",
-    "patch_rotation",
-    "prove",
-    "restore",
-    "unpatch",
-    *_lazy,
-]

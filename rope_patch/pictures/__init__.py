@@ -17,7 +17,9 @@ from rope_patch.utils.front import front
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_lazy, __getattr__, __dir__ = front(
+__all__ = ["PICTURES", "PictureOptions", "make_picture", "picture"]
+
+front(
     __name__,
     {
         "attention": "dog_outputs",
@@ -26,7 +28,6 @@ _lazy, __getattr__, __dir__ = front(
         "panels": "Curves Dials HeatMap",
     },
 )
-__all__ = ["PICTURES", "PictureOptions", "make_picture", "picture", *_lazy]
 
 
 def picture(name: str, **options: Any) -> Figure:

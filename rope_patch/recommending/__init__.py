@@ -3,7 +3,9 @@
 from rope_patch.recommending.pipeline import recommend
 from rope_patch.utils.front import front
 
-_lazy, __getattr__, __dir__ = front(
+__all__ = ["recommend"]
+
+front(
     __name__,
     {
         "budget": "BlockCosts minimum_seconds plan_budget",
@@ -14,4 +16,3 @@ _lazy, __getattr__, __dir__ = front(
         "variants": "UNPATCHED export_command patch_call rotation_key standard_variants",
     },
 )
-__all__ = ["recommend", *_lazy]

@@ -5,7 +5,9 @@ from rope_patch.searching.pipeline import search
 from rope_patch.searching.result.search_result import SearchResult
 from rope_patch.utils.front import front
 
-_lazy, __getattr__, __dir__ = front(
+__all__ = ["Candidate", "SearchResult", "SearchSpace", "search"]
+
+front(
     __name__,
     {
         "journal": "SearchJournal",
@@ -21,4 +23,3 @@ _lazy, __getattr__, __dir__ = front(
         "strategies.trust_region": "TrustRegion",
     },
 )
-__all__ = ["Candidate", "SearchResult", "SearchSpace", "search", *_lazy]

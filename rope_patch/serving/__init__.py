@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rope_patch.utils.front import front
 
-__all__, __getattr__, __dir__ = front(
+front(
     __name__,
     {
         "transformers_server": "patched_manager",

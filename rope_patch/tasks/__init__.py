@@ -14,14 +14,6 @@ from rope_patch.utils.resources import resource_folder
 
 FOLDER = resource_folder("eval/tasks")  # what lm-eval takes as --include_path
 
-_lazy, __getattr__, __dir__ = front(
-    __name__,
-    {
-        "samples": "TooShort",
-        "settled": "decided_part rule_of",
-        "texts": "documents read_text",
-    },
-)
 __all__ = [
     "CHOICE",
     "FOLDER",
@@ -32,8 +24,16 @@ __all__ = [
     "names",
     "question_of",
     "read_config",
-    *_lazy,
 ]
+
+front(
+    __name__,
+    {
+        "samples": "TooShort",
+        "settled": "decided_part rule_of",
+        "texts": "documents read_text",
+    },
+)
 
 LIKELIHOOD = "_ll"  # ends the name of a task whose answers are scored by their likelihood
 CHOICE = "_mc"  # of one whose answers are chosen by it among others

@@ -73,9 +73,8 @@ def loop(settings: Settings) -> Path | None:
     atomic_files.require_writable_folder(str(settings.training.output_dir), "the run")
     plan.require_device(settings)
     with open_run_folder(settings) as resume:
-        prepared = prepare_model(
-            settings
-        )  # before accelerate, so that no process splits sequences yet
+        # Before accelerate, so that no process splits sequences yet.
+        prepared = prepare_model(settings)
         accelerator = Accelerator(
             mixed_precision=mixed_precision(training),
             log_with=training.report_to or None,

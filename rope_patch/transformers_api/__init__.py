@@ -19,7 +19,7 @@ here returns a guess. Open `forwards` first.
 
 from rope_patch.utils.front import front
 
-__all__, __getattr__, __dir__ = front(
+front(
     __name__,
     {
         "attention_functions": "AttentionCall read_call",

@@ -4,7 +4,9 @@ from rope_patch.utils.front import front
 from rope_patch.verifying.pipeline import verify
 from rope_patch.verifying.verification import Verification
 
-_lazy, __getattr__, __dir__ = front(
+__all__ = ["Verification", "verify"]
+
+front(
     __name__,
     {
         "engine": "CannotVerify",
@@ -14,4 +16,3 @@ _lazy, __getattr__, __dir__ = front(
         "reference": "Reference",
     },
 )
-__all__ = ["Verification", "verify", *_lazy]

@@ -20,7 +20,7 @@ from helpers.tiny_models import (
 )
 
 import rope_patch
-from rope_patch.pretrained import demo
+from rope_patch.pretrained import demo_folder
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -137,7 +137,7 @@ indistinct remembrance of her caresses."""
 
 def read_smollm2(dtype, **changes):
     """Return SmolLM2 with a changed config, and the tokens of the text."""
-    folder = demo.demo_folder()
+    folder = demo_folder()
     config = transformers.AutoConfig.from_pretrained(folder)
     for name, value in {"max_position_embeddings": READ + WRITTEN, **changes}.items():
         setattr(config, name, value)

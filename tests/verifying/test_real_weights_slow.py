@@ -7,7 +7,7 @@ from helpers.kept_predictions import kept_predictions
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.pretrained import demo
+from rope_patch.pretrained import demo_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -38,7 +38,7 @@ NUMERICS = {"float32": lambda model: model, "8 bits": wrong_engines.round_to_8_b
 
 @pytest.mark.parametrize("numerics", NUMERICS)
 def test_smollm2(numerics):
-    folder = demo.demo_folder()
+    folder = demo_folder()
     with kept_predictions():
         for name, (parameters, expected) in CASES.items():
             config = AutoConfig.from_pretrained(folder)

@@ -7,7 +7,7 @@ import torch
 from engine import Reference, engine, generate, greedy, require_equal
 from transformers import AutoTokenizer
 
-from rope_patch.pretrained import demo
+from rope_patch.pretrained import demo_folder
 from rope_patch.tasks import texts
 
 pytestmark = pytest.mark.engines
@@ -31,7 +31,7 @@ ROPE = {
 @pytest.fixture(scope="module")
 def folder():
     try:
-        return demo.demo_folder()
+        return demo_folder()
     except ValueError as error:
         pytest.skip(str(error))
 
