@@ -4,6 +4,7 @@ import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, so set before
+os.environ["OMP_NUM_THREADS"] = "1"  # or accelerate gives each process of a group all cores: 5x CPU
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ if not torch.cuda.is_available():  # Triton's kernels run on the CPU then; read 
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import transformers
+from helpers.report_results import leave_undrawn
 
 pytest_plugins = ["helpers.file_times"]
 
@@ -27,6 +29,14 @@ def restored_log_level():
     level = log.level
     yield
     log.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def never_drawn():
+    """Leave the figures of a module's reports undrawn, also in fixtures and forked processes."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        leave_undrawn(monkeypatch)
+        yield
 
 
 @pytest.fixture

@@ -55,11 +55,3 @@ def batch_up_to(monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     leave_undrawn(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def never_drawn():
-    """Leave the figures of a module's evaluations undrawn, also in fixtures."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        leave_undrawn(monkeypatch)
-        yield

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.evaluations import TASKS, TINY, answer_lines, measured_numbers, request
+from helpers.evaluations import TASKS, TEXT, TINY, answer_lines, measured_numbers, request
 from helpers.schema import problems
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -62,7 +62,7 @@ def test_all_requested_measures_are_in_the_results(finished_run):
     assert [method["label"] for method in results["methods"]] == LABELS
     assert [method["method"] for method in results["methods"]] == [None, "yarn"]
     long = results["perplexity"]
-    assert [d["name"] for d in long["documents"]] == ["emma", "emma 2"]
+    assert [d["name"] for d in long["documents"]] == [TEXT, f"{TEXT} 2"]
     assert (long["block"], long["window"]) == (32, 32)
     assert long["control"]["context"] == 256  # the trained length
     assert list(long["control"]["losses"][0]) == [str(e) for e in range(320, 449, 64)]
@@ -80,7 +80,7 @@ def test_all_requested_measures_are_in_the_results(finished_run):
             assert grid == [(length, depth) for length in (336, 448) for depth in (20, 80)]
             assert all(0 <= row["score"] <= 1 and row["log_likelihood"] < 0 for row in rows)
             assert [row["text"] for row in rows] == [0, 0, 0, 0]
-    retrieved = ["rp_niah_single_2", "rp_json_kv_ll", "rp_json_kv_mc"]
+    retrieved = ["rp_nonliteral", "rp_json_kv_ll", "rp_json_kv_mc"]
     assert [entry["task"] for entry in results["retrieval"]] == retrieved
     (short,) = results["short"]
     assert short["task"] == "rp_short_cloze"
@@ -97,9 +97,9 @@ def test_all_requested_measures_are_in_the_results(finished_run):
 def test_losses_and_likelihoods_equal_those_of_transformers(finished_run, tokenizer):
     _, results = finished_run
     model = AutoModelForCausalLM.from_pretrained(TINY)
-    (document,) = documents(["emma"], tokenizer, 448)
+    (document,) = documents([TEXT], tokenizer, 448)
     task = lm_eval_tasks.build(
-        "rp_niah_single_2", tokenizer, [448], 2, [20, 80], seed=42, per_text=2
+        "rp_nonliteral", tokenizer, [448], 2, [20, 80], seed=42, per_text=2
     )[0]
     doc = task.dataset["test"][1]
     for label, arguments in zip(LABELS, [None, {"method": "yarn", "factor": 4}], strict=True):
@@ -141,9 +141,9 @@ def test_the_folder_holds_the_report_and_the_lm_eval_results(finished_run):
     (path,) = (folder / "lm_eval").glob("*yarn*448*")
     lm_eval_results = json.loads(path.read_text())
     assert lm_eval_results["config"]["rope_patch"] == "yarn ×4, 256 → 1,024 tokens"
-    assert "rp_niah_single_2@448" in lm_eval_results["results"]
+    assert "rp_nonliteral@448" in lm_eval_results["results"]
     assert all(name.endswith("@448") for name in lm_eval_results["results"])
-    sample = lm_eval_results["samples"]["rp_niah_single_2@448"][0]
+    sample = lm_eval_results["samples"]["rp_nonliteral@448"][0]
     assert {"id", "answers", "depth", "length"} <= sample["doc"].keys()
     assert "input" not in sample["doc"]
 
@@ -257,13 +257,14 @@ def test_a_failed_sample_is_reported_and_retried(
     finished_run, tmp_path, monkeypatch, tokenizer, caplog
 ):
     _, expected = finished_run
-    eval_request = request(tmp_path, methods=("none",), factor=None, tasks=("rp_niah_single_2",))
+    eval_request = request(tmp_path, methods=("none",), factor=None, tasks=("rp_nonliteral",))
     task = lm_eval_tasks.build(
-        "rp_niah_single_2", tokenizer, [336], 2, [20, 80], seed=42, per_text=2
+        "rp_nonliteral", tokenizer, [336], 2, [20, 80], seed=42, per_text=2
     )
     failing_doc = task[0].dataset["test"][1]
+    subject = failing_doc["input"].split("?")[-2].split()[-1]  # of this sample's question alone
     error = RuntimeError("boom\nmore")
-    is_failing = fail_on_text(monkeypatch, tokenizer, failing_doc["target"], error)
+    is_failing = fail_on_text(monkeypatch, tokenizer, subject, error)
     rows = first_task_rows(evaluate(eval_request), "none")
     assert {row["id"]: row["error"] for row in rows if "error" in row} == {
         failing_doc["id"]: "RuntimeError: boom more"
@@ -286,7 +287,7 @@ def test_a_failed_sample_is_reported_and_retried(
 
 
 @pytest.mark.parametrize(
-    "tasks", [("rp_niah_single_2", "perplexity"), ("perplexity",), ("rp_short_cloze",)]
+    "tasks", [("rp_nonliteral", "perplexity"), ("perplexity",), ("rp_short_cloze",)]
 )
 def test_a_run_in_which_everything_fails_is_an_error(tmp_path, monkeypatch, tasks):
     def fail(*_, **__):
@@ -349,7 +350,7 @@ def test_other_options_and_dtypes_give_other_results(finished_run):
 
 def test_prefix_sharing_changes_no_score(finished_run, tmp_path):
     _, results = finished_run
-    alone = {"methods": ("none",), "factor": None, "tasks": ("rp_niah_single_2",)}
+    alone = {"methods": ("none",), "factor": None, "tasks": ("rp_nonliteral",)}
     again = evaluate(request(tmp_path, share=False, **alone))
     assert first_task_rows(again, "none") == first_task_rows(results, "none")
     tokens = again["run"]["prompt_tokens"]
@@ -386,7 +387,7 @@ def test_a_saved_patch_is_evaluated_without_patching_twice(tmp_path, tokenizer, 
     ((label, (got,)),) = results["perplexity"]["losses"].items()
     assert label == f"{method} ×4"
     if method == "ntk":
-        (document,) = documents(["emma"], tokenizer, 448)
+        (document,) = documents([TEXT], tokenizer, 448)
         model = AutoModelForCausalLM.from_pretrained(TINY)
         with rope_patch.patch(model, method, factor=4):
             losses = perplexity.document_losses(model, document.tokens, method)

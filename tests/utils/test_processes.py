@@ -60,6 +60,7 @@ def test_processes_that_cannot_meet_are_refused(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="processes are forked, which CUDA forbids")
+@pytest.mark.usefixtures("never_drawn")
 def test_two_processes_give_the_results_of_one(tmp_path):
     eval_request = request(tmp_path / "two", controls=True)
     expected = evaluate(request(tmp_path / "one", controls=True))
