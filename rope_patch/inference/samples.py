@@ -183,7 +183,7 @@ def document_samples(
     names = list(texts or library.names())
     excerpts = []
     for name in names:
-        available = len(_encode(tokenizer, library.read_text(name))) // length
+        available = library.count_tokens(name, tokenizer) // length
         if not available:
             require_text_length(tokenizer, [name], length)
         excerpts += library.documents([name], tokenizer, length, available)
@@ -301,7 +301,7 @@ def require_text_length(tokenizer: Any, texts: Sequence[str] | None, length: int
     from rope_patch.tasks import texts as library
 
     for name in texts or ():
-        if (tokens := len(_encode(tokenizer, library.read_text(name)))) < length:
+        if (tokens := library.count_tokens(name, tokenizer)) < length:
             raise ValueError(
                 f"the text {name!r} has {tokens:,} tokens, {length:,} are needed: give a longer "
                 "one or a shorter length"

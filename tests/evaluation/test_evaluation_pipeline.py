@@ -98,9 +98,9 @@ def test_losses_and_likelihoods_equal_those_of_transformers(finished_run, tokeni
     _, results = finished_run
     model = AutoModelForCausalLM.from_pretrained(TINY)
     (document,) = documents([TEXT], tokenizer, 448)
-    task = lm_eval_tasks.build(
-        "rp_nonliteral", tokenizer, [448], 2, [20, 80], seed=42, per_text=2
-    )[0]
+    task = lm_eval_tasks.build("rp_nonliteral", tokenizer, [448], 2, [20, 80], seed=42, per_text=2)[
+        0
+    ]
     doc = task.dataset["test"][1]
     for label, arguments in zip(LABELS, [None, {"method": "yarn", "factor": 4}], strict=True):
         if arguments:
@@ -258,9 +258,7 @@ def test_a_failed_sample_is_reported_and_retried(
 ):
     _, expected = finished_run
     eval_request = request(tmp_path, methods=("none",), factor=None, tasks=("rp_nonliteral",))
-    task = lm_eval_tasks.build(
-        "rp_nonliteral", tokenizer, [336], 2, [20, 80], seed=42, per_text=2
-    )
+    task = lm_eval_tasks.build("rp_nonliteral", tokenizer, [336], 2, [20, 80], seed=42, per_text=2)
     failing_doc = task[0].dataset["test"][1]
     subject = failing_doc["input"].split("?")[-2].split()[-1]  # of this sample's question alone
     error = RuntimeError("boom\nmore")

@@ -140,6 +140,25 @@ def test_every_excerpt_starts_with_the_special_tokens(books):
     assert second.tokens == [TOKENIZER.eos_token_id] * 2 + plain[498:996]
 
 
+@pytest.mark.parametrize("change", ["tokens", "special tokens", "text"])
+def test_a_changed_tokenizer_or_text_gives_other_tokens(tmp_path, change):
+    """A text's tokens are computed once, and shared by equal tokenizers."""
+    path = tmp_path / "book.txt"
+    path.write_text(read_text("emma")[:900])
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    (before,) = documents([str(path)], tokenizer, 300)
+    assert documents([str(path)], AutoTokenizer.from_pretrained(TINY), 300) == [before]
+    if change == "tokens":
+        tokenizer.add_tokens(["Emma"])
+    elif change == "special tokens":
+        tokenizer = with_bos()
+    else:
+        path.write_text(read_text("emma")[900:1800])
+    (after,) = documents([str(path)], tokenizer, 300)
+    assert after.tokens != before.tokens
+    assert after.tokens == tokenizer(path.read_text()).input_ids[:300]
+
+
 def test_texts_that_are_too_short_are_refused(books, tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("Only a few words.")
