@@ -1,12 +1,9 @@
 """Provide fixtures for tests of the kernel benchmark."""
 
 import pytest
-from helpers.triton_interpreter import patch_language_once_a_launch
 
 from rope_patch.benchmarks.kernels import benchmark
 from rope_patch.ops import dispatch
-
-patch_language_once_a_launch()
 
 
 @pytest.fixture(scope="module")
