@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -117,12 +118,19 @@ class AskedRotation:
         Args:
             **fields: Entries of `rope_parameters` that differ, in the layer types that change.
         """
-        config = self.config
-        if fields:
-            config = copy.deepcopy(config)
-            for layer_type, parameters in by_layer_type(config.rope_parameters).items():
-                if layer_type in self.changed:
-                    parameters.update(fields)
+        if not fields:
+            return self._own_rotation
+        config = copy.deepcopy(self.config)
+        for layer_type, parameters in by_layer_type(config.rope_parameters).items():
+            if layer_type in self.changed:
+                parameters.update(fields)
+        return self._rotation_of(config)
+
+    @cached_property  # most hypotheses begin with it, and are compared with one another
+    def _own_rotation(self) -> Rotation:
+        return self._rotation_of(self.config)
+
+    def _rotation_of(self, config: Any) -> Rotation:
         frequencies: dict[str | None, Frequencies] = {}
         for traits in self.traits:
             frequencies |= reference_frequencies(traits.rotary, config)

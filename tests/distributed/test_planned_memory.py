@@ -17,17 +17,16 @@ from helpers.processes import SPAWN, launch, shared_folder
 
 from rope_patch.training import memory_need
 
-PROCESSES = 2  # they take 10 seconds for the few cases, 30 for the others
+PROCESSES = 2  # they take 30 CPU seconds for the few cases, 90 for the others
 EXPERIMENTS = Path(check_memory_plan.__file__).parent
-CASES = [
-    pytest.param(group, name, marks=[pytest.mark.slow] if group == "others" else [])
-    for group, cases in memory_worker.CASES.items()
-    for name in cases
-]
+CASES = [(group, name) for group, cases in memory_worker.CASES.items() for name in cases]
 
-pytestmark = pytest.mark.skipif(
-    shims.unsupported_reason() is not None, reason=str(shims.unsupported_reason())
-)
+pytestmark = [
+    pytest.mark.slow,  # training/memory/test_device_layouts.py tests the formulas
+    pytest.mark.skipif(
+        shims.unsupported_reason() is not None, reason=str(shims.unsupported_reason())
+    ),
+]
 
 
 def measure(group, tmp_path_factory):
@@ -70,7 +69,6 @@ def test_the_plan_is_near_the_measured_peak(reports, group, name):
         assert 0.9 <= need.total / report[name]["peak"] <= 1.25, (name, need, report[name])
 
 
-@pytest.mark.slow
 def test_passing_keys_around_takes_less_than_gathering_them(reports):
     for report in reports("others"):
         gathered, passed = (report[f"{kind}, many key heads"] for kind in ("allgather", "ring"))

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers.commands import run_in_this_process
-from helpers.evaluations import TINY
+from helpers.evaluations import TEXT, TINY
 from helpers.tiny_models import make_model
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -14,7 +14,7 @@ import rope_patch
 pytestmark = pytest.mark.usefixtures("never_drawn")
 
 SMALL = ["--lengths", "352", "--samples", "2", "--profile", "quick"]
-SMALL += ["--tasks", "rp_niah_single_2_ll,perplexity,rp_short_cloze"]
+SMALL += ["--tasks", "rp_niah_single_2_ll,perplexity,rp_short_cloze", "--text", TEXT]
 
 
 def results_in(folder):

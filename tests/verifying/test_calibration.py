@@ -1,6 +1,7 @@
-"""Test that no verdict is false: each known rotation in turn is an engine's, in three numerics.
+"""Test over many seeds that no verdict is false: each known rotation is an engine's, in its turn.
 
-Where "cannot tell" is a fair answer, it counts as one. Engines rotate by transformers' own configs.
+Three numerics are tried. Where "cannot tell" is a fair answer, it counts as one. Engines rotate by
+transformers' own configs.
 """
 
 import itertools
@@ -62,14 +63,6 @@ def count_verdicts(name, numerics, engines, seeds):
             counts["false"] += 1
             print(f"false: seed {seed}, expected {expected}, got\n{found}")
     return counts
-
-
-def test_no_verdict_is_false():
-    engines = make_engines("llama")
-    with kept_predictions():
-        counts = count_verdicts("llama", "bfloat16", engines, range(1))
-    assert counts["false"] == 0
-    assert counts["right"] >= 0.9 * (len(engines) - len(ODD_CONFIGS))
 
 
 @pytest.mark.slow

@@ -39,20 +39,22 @@ ENGINES = {  # the model, how it is made, and what explains it
 }
 
 
-def verify(engine, against=TINY, **arguments):
-    return rope_patch.verify(engine, against=against, progress=False, **{**YARN, **arguments})
+@pytest.fixture(scope="module")
+def verify():
+    """Return a function that verifies, by the same predictions for the same request."""
+    kept = {}
+
+    def verify(engine, against=TINY, **arguments):
+        request = {**YARN, **arguments}
+        with kept_predictions(kept.setdefault(repr((against, request)), {})):
+            return rope_patch.verify(engine, against=against, progress=False, **request)
+
+    return verify
 
 
 @pytest.fixture(scope="module")
-def found():
-    """Verify all engines, those of a model by the same predictions."""
-    results = {}
-    for model in ("llama", "qwen3", "gemma3"):
-        with kept_predictions():
-            for name, (of, make, _) in ENGINES.items():
-                if of == model:
-                    results[name] = verify(make(), ASSETS / f"tiny-{model}")
-    return results
+def found(verify):
+    return {name: verify(make(), ASSETS / f"tiny-{of}") for name, (of, make, _) in ENGINES.items()}
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -65,14 +67,14 @@ def test_engine_is_explained(found, name):
     assert found[name].verdict.margin > (1 if name == "16 bits" else 100)
 
 
-def test_sliding_layers_that_were_scaled_too():
+def test_sliding_layers_that_were_scaled_too(verify):
     model = plain("gemma3")
     rope_patch.patch(model, "yarn", factor=4, layer_types=["full_attention", "sliding_attention"])
     found = verify(model, against=ASSETS / "tiny-gemma3")
     assert found.verdict.explains == ("all-layers",)
 
 
-def test_noise_is_measured_on_tokens_that_are_possible(tmp_path):
+def test_noise_is_measured_on_tokens_that_are_possible(verify, tmp_path):
     """Of most pairs of a large vocabulary, no token is: they hid what 8 bits do to SmolLM2."""
     sharp = plain("llama")
     with torch.no_grad():
@@ -85,14 +87,14 @@ def test_noise_is_measured_on_tokens_that_are_possible(tmp_path):
     assert found.verdict.noise > 0.02
 
 
-def test_rotation_that_no_hypothesis_has_is_no_verdict():
+def test_rotation_that_no_hypothesis_has_is_no_verdict(verify):
     found = verify(configured("llama", {"rope_type": "default", "rope_theta": 2.2e4}))
     assert found.status == "cannot-tell"
     assert found.exit_code == 2
     assert "no hypothesis explains" in str(found)
 
 
-def test_hypotheses_within_the_noise_floor_are_one_group():
+def test_hypotheses_within_the_noise_floor_are_one_group(verify):
     """Up to the trained length a dynamic method is the unscaled model."""
     found = verify(plain(), method="dynamic-yarn", factor=None, tokens=200)
     assert found.status == "cannot-tell"
@@ -126,11 +128,6 @@ def with_stale_keys():
     return model
 
 
-@pytest.fixture(scope="module")
-def dynamic_predictions():
-    return {}
-
-
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -140,13 +137,12 @@ def dynamic_predictions():
         (with_stale_keys, "stale-keys"),
     ],
 )
-def test_dynamic_methods(dynamic_predictions, make, expected):
-    with kept_predictions(dynamic_predictions):
-        found = verify(make(), method="dynamic-yarn")
+def test_dynamic_methods(verify, make, expected):
+    found = verify(make(), method="dynamic-yarn")
     assert found.verdict.explains == (expected,)
 
 
-def test_checkpoint_with_a_scaling_of_its_own(tmp_path):
+def test_checkpoint_with_a_scaling_of_its_own(verify, tmp_path):
     configured("llama", CONFIGS["as asked"][0]).save_pretrained(tmp_path)
     no_request = {"method": None, "factor": None}
     right = verify(configured("llama", CONFIGS["as asked"][0]), tmp_path, **no_request)
@@ -156,7 +152,7 @@ def test_checkpoint_with_a_scaling_of_its_own(tmp_path):
     assert verify(plain(), tmp_path, **no_request).verdict.explains == ("unscaled",)
 
 
-def test_saved_patch_is_what_is_asked_for(tmp_path):
+def test_saved_patch_is_what_is_asked_for(verify, tmp_path):
     model = plain()
     with rope_patch.patch(model, "ntk", factor=FACTOR):
         rope_patch.save(model, tmp_path)
@@ -166,7 +162,7 @@ def test_saved_patch_is_what_is_asked_for(tmp_path):
     assert verify(engine, tmp_path, method=None, factor=None)
 
 
-def test_live_model_to_compare_with_keeps_its_patch():
+def test_live_model_to_compare_with_keeps_its_patch(verify):
     against = plain()
     handle = rope_patch.patch(against, "yarn", factor=FACTOR)
     ids = torch.arange(300)[None] % 500
@@ -177,7 +173,7 @@ def test_live_model_to_compare_with_keeps_its_patch():
     assert torch.equal(against(ids).logits, before)
 
 
-def test_map_of_positions():
+def test_map_of_positions(verify):
     engine = plain()
     rope_patch.patch(engine, "rerope", length=1024)
     request = {"method": "rerope", "factor": None, "length": 1024}
@@ -185,7 +181,7 @@ def test_map_of_positions():
     assert verify(plain(), **request).verdict.explains[0] in ("unscaled", "frequencies-only")
 
 
-def test_default_is_the_plain_rotation():
+def test_default_is_the_plain_rotation(verify):
     found = verify(plain(), method=None, factor=None)
     assert found.verdict.explains == ("as-asked",)
     scaled = verify(configured("llama", CONFIGS["as asked"][0]), method=None, factor=None)
