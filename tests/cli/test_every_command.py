@@ -120,6 +120,7 @@ def test_a_model_is_proven_by_its_config_alone(tmp_path):
     assert result.stdout.rstrip().endswith("All right.")
 
 
+@pytest.mark.slow
 def test_three_classes_are_proven_without_a_model_and_json_has_every_check():
     result = run_in_this_process("env", "--check", "--json")
     assert result.returncode == 0, result.stderr

@@ -12,7 +12,7 @@ TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 CONTEXT = "It is a truth universally acknowledged, that a single man in possession of a fortune"
 LONG = f"{CONTEXT} {CONTEXT} {CONTEXT}, and so on"  # its answer needs no other rotation
 TARGET = "1234567"
-SETTINGS = {"do_sample": False, "temperature": 0.0, "max_gen_toks": 24, "until": ["\n"]}
+SETTINGS = {"do_sample": False, "temperature": 0.0, "max_gen_toks": 10, "until": ["\n"]}
 METHODS = {
     "none": {},
     "yarn": {"method": "yarn", "factor": 4},

@@ -127,7 +127,8 @@ def test_stopping_early_changes_no_score(llama, tokenizer, text, answers, score)
 
 def test_generation_stops_early_once_the_answer_is_there(llama, tokenizer):
     _, decode_steps = force_text(llama, tokenizer, "1234567 and so on" + " word" * 60)
-    ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS)], [sample()])
+    settings = SETTINGS | {"max_gen_toks": 24}
+    ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, settings)], [sample()])
     assert len(decode_steps) < 16
 
 
@@ -234,8 +235,7 @@ def questions_on_one_text():
 
 
 def test_shared_prefixes_are_read_once_and_change_no_answer(model, tokenizer):
-    settings = SETTINGS | {"max_gen_toks": 12}
-    arguments = [(f"{LONG} {end}", settings) for end in ("one", "two", "three")]
+    arguments = [(f"{LONG} {end}", SETTINGS) for end in ("one", "two", "three")]
     shared, unshared = lm_for(model, tokenizer), lm_for(model, tokenizer, share=False)
     docs = [sample(number=i) for i in range(3)]
     answers = [ask(lm, "generate_until", arguments, docs) for lm in (shared, unshared)]
@@ -295,7 +295,9 @@ def test_batches_fit_into_their_memory(llama, tokenizer, monkeypatch):
     expected = ask(lm_for(llama, tokenizer), "generate_until", arguments)
     config = llama.config
     token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    longest = max(len(tokenizer(text).input_ids) for text, _ in arguments) + 24  # tokens
+    longest = (
+        max(len(tokenizer(text).input_ids) for text, _ in arguments) + SETTINGS["max_gen_toks"]
+    )
     limit = {"cpu": 2 * longest * token_bytes}
     monkeypatch.setattr("rope_patch.evaluation.answerer._MAX_CACHE", limit)
     shapes = record_inputs(llama)
@@ -365,7 +367,7 @@ def test_a_prompt_that_does_not_fit_is_refused_instead_of_truncated(
     prompt_length = len(tokenizer(CONTEXT).input_ids)  # without the answer
     with pytest.raises(ValueError, match="longest"):
         ask(lm_for(llama, tokenizer, prompt_length), request_type, arguments)
-    ask(lm_for(llama, tokenizer, prompt_length + 24), request_type, arguments)
+    ask(lm_for(llama, tokenizer, prompt_length + SETTINGS["max_gen_toks"]), request_type, arguments)
 
 
 def test_results_record_the_patch_without_contacting_the_hub(llama, tokenizer, monkeypatch):

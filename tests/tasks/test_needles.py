@@ -1,9 +1,7 @@
 """Test the needle tasks: prompts equal to RULER's, depths, keys and values."""
 
-import importlib
 import itertools
 import re
-import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -21,19 +19,8 @@ NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (.+?) is: ([
 
 @pytest.fixture(scope="module")
 def ruler():
-    """Return lm-eval's RULER modules, imported without downloads and without six million keys."""
-    words = SimpleNamespace(_categories={"nouns": ["dog"], "adjectives": ["big"], "verbs": []})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pytest.importorskip("nltk"), "download", lambda *_, **__: True)
-        patch.setattr(pytest.importorskip("wonderwords"), "RandomWord", lambda: words)
-        names = ("prepare_niah", "niah_utils")
-        try:
-            modules = [importlib.import_module(f"lm_eval.tasks.ruler.{name}") for name in names]
-        except ImportError as error:
-            pytest.skip(f"lm-eval's RULER does not import: {error}")
-    for name in names:  # later imports get all keys
-        sys.modules.pop(f"lm_eval.tasks.ruler.{name}", None)
-    return SimpleNamespace(**dict(zip(names, modules, strict=True)))
+    with built_tasks.ruler_modules() as modules:
+        yield modules
 
 
 def rows(task, length=1024, **kwargs):

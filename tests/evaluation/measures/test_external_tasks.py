@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import requests
+from helpers.built_tasks import ruler_modules
 from helpers.user_tasks import write_tasks
 from lm_eval.api.metrics import mean_stderr
 from lm_eval.models.huggingface import HFLM
@@ -28,14 +29,20 @@ def no_network(monkeypatch):
     monkeypatch.setattr(requests, "get", fail)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_keys():
+    with ruler_modules([f"noun{i}" for i in range(99)], ["big", "small"]):
+        yield
+
+
 @pytest.fixture
 def lm(trained_llama, tokenizer):
     return LongContextLM(trained_llama, tokenizer, 10**9, {"model": "tiny"})
 
 
 @pytest.fixture(scope="module")
-def single():
-    """Load a task of RULER at two lengths; nltk's download is off during the import."""
+def single(few_keys):
+    """Load a task of RULER at two lengths."""
     return external_tasks.load(["niah_single_1"], [512, 1024], LLAMA)
 
 
