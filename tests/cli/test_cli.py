@@ -4,15 +4,13 @@ import json
 import logging
 import runpy
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 from helpers.commands import run_in_new_interpreter, run_in_this_process
+from helpers.evaluations import TEXT, TINY
 
 import rope_patch
 from rope_patch.methods import ENCODING_METHODS
-
-TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
 
 def test_methods_are_listed_with_options_paper_and_need_for_fine_tuning():
@@ -32,7 +30,7 @@ def test_methods_are_listed_with_options_paper_and_need_for_fine_tuning():
 
 def test_eval_writes_a_report_and_prints_its_path(tmp_path, monkeypatch):
     words = ("eval", TINY, "--method", "none,yarn", "--factor", "4", "--lengths", "512")
-    words = (*words, "--depths", "50", "--samples", "2")
+    words = (*words, "--depths", "50", "--samples", "2", "--text", TEXT)
     result = run_in_new_interpreter(*words, "--out", "out", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     title, verdict, _ = result.stdout.split("\n", 2)

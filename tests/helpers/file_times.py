@@ -16,6 +16,7 @@ import pytest
 
 BUDGET = 300.0  # CPU seconds a file, in `make test`
 RECORD = Path(__file__).with_suffix(".json")
+SHARED = ("tests/extending/", "tests/training/")  # fixtures of the session hold a run for all files
 
 _seconds: Counter[str] = Counter()
 _mark = 0.0  # the process's CPU time when the last phase of a test ended
@@ -31,12 +32,19 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("until", None) is not None:
         return  # changed.py has an order of its own
-    times = json.loads(RECORD.read_text(encoding="utf-8"))
-    paths = dict.fromkeys(item.nodeid.partition("::")[0] for item in items)
-    quickest_first = sorted(paths, key=lambda path: times.get(path, 0.0))
+    times: Counter[str] = Counter()
+    for path, seconds in json.loads(RECORD.read_text(encoding="utf-8")).items():
+        times[_unit(path)] += seconds
+    units = dict.fromkeys(_unit(item.nodeid) for item in items)  # in one order for all workers
+    quickest_first = sorted(units, key=lambda unit: times[unit])
     # Each of two workers begins with a half of the list.
-    place = {path: n for n, path in enumerate(quickest_first[::2] + quickest_first[1::2])}
-    items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
+    place = {unit: n for n, unit in enumerate(quickest_first[::2] + quickest_first[1::2])}
+    items.sort(key=lambda item: place[_unit(item.nodeid)])
+
+
+def _unit(node):
+    """Return what one worker should run at a stretch: a file, or a folder of shared runs."""
+    return next((folder for folder in SHARED if node.startswith(folder)), node.partition("::")[0])
 
 
 def cpu_seconds():

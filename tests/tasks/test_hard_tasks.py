@@ -187,9 +187,9 @@ def test_sentences_of_a_kind_differ_and_spread_over_the_text():
             assert match.start() == pytest.approx((i + 0.5) * part, abs=0.5 * part + 900)
 
 
-@pytest.mark.parametrize("length", [1_000, 5_000])
+@pytest.mark.parametrize("length", [1_000, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_numbers_from_2_to_12_are_equally_likely_at_every_length(length):
-    built = build_rows("rp_count", "words", length=length, samples=300, per_text=2, text="emma")
+    built = build_rows("rp_count", "words", length=length, samples=300, per_text=6, text="emma")
     counts = [int(row["answers"][0]) for row in built]
     assert set(counts) == set(range(2, 13))
     # The mean of 300 draws has a standard error of 0.18.
