@@ -82,14 +82,14 @@ def finetune(
     """
     with requires_extra("recipes need", "train"):
         from rope_patch.training import trainer as recipe
-        from rope_patch.training.identity import MAY_CHANGE
+        from rope_patch.training.identity import CHANGEABLE_KEYS
         from rope_patch.training.inspection import report
         from rope_patch.training.settings import parse_settings, usable_keys
     if keys:
         keys_with_help = usable_keys()
         width = max(map(len, keys_with_help))
         for key, about in keys_with_help.items():
-            change = " (may change when a run goes on)" if key in MAY_CHANGE else ""
+            change = " (may change when a run goes on)" if key in CHANGEABLE_KEYS else ""
             print(f"{key:<{width}}  {about}{change}")
         return
     words = [] if config is None else ["--config", str(config)]

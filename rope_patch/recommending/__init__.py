@@ -13,6 +13,7 @@ front(
         "result": "Recommendation",
         "sample_sets": "from_user_samples needle_blocks",
         "scores": "Scores gain_over_control score_difference",
+        "summary": "recommendation_markdown",
         "variants": "UNPATCHED export_command patch_call rotation_key standard_variants",
     },
 )

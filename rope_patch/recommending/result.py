@@ -91,12 +91,12 @@ class Recommendation:
         Returns:
             The path of `recommendation.json`, which is written last.
         """
-        from rope_patch.recommending.summary import as_markdown
+        from rope_patch.recommending.summary import recommendation_markdown
 
         folder = Path(folder)
         if self.found is not None:
             self.found.save(folder / SEARCH_FOLDER)
-        atomic_files.atomic_write(folder / MARKDOWN_FILE, as_markdown(self))
+        atomic_files.atomic_write(folder / MARKDOWN_FILE, recommendation_markdown(self))
         atomic_files.atomic_write(folder / JSON_FILE, json.dumps(self.to_dict(), indent=1) + "\n")
         return folder / JSON_FILE
 

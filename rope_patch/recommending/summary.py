@@ -82,7 +82,7 @@ def as_text(recommendation: Recommendation) -> str:
     return "\n".join([*lines, "", *_NOTES, _cost_line(recommendation)])
 
 
-def as_markdown(recommendation: Recommendation) -> str:
+def recommendation_markdown(recommendation: Recommendation) -> str:
     """Return a recommendation as a Markdown page."""
     head, *rows = _table(recommendation)
     lines = [

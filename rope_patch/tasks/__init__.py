@@ -30,6 +30,7 @@ front(
     __name__,
     {
         "samples": "TooShort",
+        "scoring": "all_answers any_answer first_number",
         "settled": "decided_part rule_of",
         "texts": "documents read_text",
     },

@@ -31,7 +31,7 @@ FILE = "identity.json"
 FORMAT = "rope_patch.recipes/1"
 
 # Keys that may change when a run resumes. All other keys of a recipe are its identity.
-_MAY_CHANGE = {
+_CHANGEABLE_KEYS = {
     "place, and when to stop or measure": "output_dir plugin resume ignore_plan max_loss_rise "
     "retrieval_steps max_steps tokens",
     "saving": "average_checkpoints save_strategy save_steps save_total_limit save_on_each_node "
@@ -48,7 +48,7 @@ _MAY_CHANGE = {
     "reading ahead": "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
     "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
 }
-MAY_CHANGE = frozenset(key for keys in _MAY_CHANGE.values() for key in keys.split())
+CHANGEABLE_KEYS = frozenset(key for keys in _CHANGEABLE_KEYS.values() for key in keys.split())
 _VERSIONS = ("rope_patch", "transformers", "torch")
 _COMPARED_BY_CONTENTS = {
     "model",
@@ -113,7 +113,7 @@ def recipe_identity(
         **{
             key: value
             for key, value in settings.values().items()
-            if key not in MAY_CHANGE and key not in _COMPARED_BY_CONTENTS
+            if key not in CHANGEABLE_KEYS and key not in _COMPARED_BY_CONTENTS
         },
         "options": settings.method_options,
         **{

@@ -14,7 +14,7 @@ import rope_patch
 from rope_patch.evaluation import evaluate, find_other_config, rotation_identity
 from rope_patch.evaluation.measures import perplexity
 from rope_patch.methods import load_plugin
-from rope_patch.utils import checksums, config_fingerprint, fingerprint
+from rope_patch.utils import config_fingerprint, fingerprint, seal, unseal
 
 pytestmark = pytest.mark.usefixtures("never_drawn")
 
@@ -48,9 +48,7 @@ def pieces(folder):
 
 def stored_value(path):
     """Return what an intact piece holds beside the time that it took."""
-    return {
-        key: value for key, value in checksums.unseal(path.read_bytes()).items() if key != "seconds"
-    }
+    return {key: value for key, value in unseal(path.read_bytes()).items() if key != "seconds"}
 
 
 def flip_a_bit(content):
@@ -160,7 +158,7 @@ def test_a_run_that_uses_pieces_of_an_earlier_one_says_so_and_counts_their_time(
         piece = json.loads(path.read_bytes())
         assert 0 < piece["seconds"] <= first["seconds"]["total"]
         del piece["digest"]
-        path.write_text(json.dumps(checksums.seal({**piece, "seconds": 1000.0})))
+        path.write_text(json.dumps(seal({**piece, "seconds": 1000.0})))
     second = evaluate(small_request(copied))["run"]
     assert not first["continued"]
     assert second["continued"]
@@ -180,7 +178,7 @@ def test_a_run_that_uses_answers_of_an_earlier_one_counts_their_time(finished_ru
     assert 0 < second["seconds"]["retrieval"] <= second["seconds"]["total"]
     for line in lines:  # as earlier versions wrote them
         del line["seconds"], line["digest"]
-    sealed = [json.dumps(checksums.seal(line)) for line in lines]
+    sealed = [json.dumps(seal(line)) for line in lines]
     answers.write_text("\n".join(sealed) + "\n")
     assert evaluate(small_request(copied))["run"]["untimed_answers"] == len(lines)
 

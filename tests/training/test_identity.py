@@ -26,7 +26,7 @@ from training_runs import (
 from transformers import get_scheduler
 
 from rope_patch.methods import registry
-from rope_patch.training import fingerprint, identity, known_keys, same_rates
+from rope_patch.training import CHANGEABLE_KEYS, fingerprint, known_keys, same_rates
 
 OTHERS = {
     "method": ({"method": "linear"}, "method was yarn, got linear"),
@@ -283,12 +283,12 @@ def test_keys_that_may_change_are_known_and_marked_in_the_list():
         "dataloader_multiprocessing_context", "trackio_bucket_id", "trackio_static_space_id",
         "enable_jit_checkpoint",
     }  # fmt: skip
-    assert identity.MAY_CHANGE - version_dependent <= known_keys().keys()
+    assert CHANGEABLE_KEYS - version_dependent <= known_keys().keys()
     lines = run_in_this_process("finetune", "--keys").stdout.splitlines()
     changeable_keys = {
         line.split()[0] for line in lines if line.endswith("(may change when a run goes on)")
     }
-    assert changeable_keys == identity.MAY_CHANGE & {line.split()[0] for line in lines}
+    assert changeable_keys == CHANGEABLE_KEYS & {line.split()[0] for line in lines}
 
 
 def test_fingerprints_are_of_contents(tmp_path):

@@ -28,7 +28,8 @@ from rope_patch.training import (
     TrainingRun,
     decayed_names,
     finetune,
-    model_setup,
+    liger_kernels_without_conflicts,
+    prepare_model,
     read_log,
     require_undecayed_embeddings,
 )
@@ -163,7 +164,7 @@ def test_the_z_loss_of_a_step_is_that_of_its_rows(tmp_path):
     assert line["loss"] - line["z_loss"] == pytest.approx(plain["loss"], rel=1e-5)
     # log Z of each token, by a model of its own in float64.
     settings = settings_of(tmp_path / "own", z_loss=0.01, **changes)
-    prepared = model_setup.prepare_model(settings)
+    prepared = prepare_model(settings)
     prepared.swaps.undo()
     own = TrainingRun(settings, prepared, Accelerator(cpu=True), None, entry_point="loop")
     batches = iter(own.loader())
@@ -263,7 +264,7 @@ def test_the_command_line_overrides_a_recipe_file(tmp_path):
 
 def test_the_rotation_kernel_of_liger_stays_off_with_a_message(caplog):
     with caplog.at_level("WARNING", logger="rope_patch"):
-        config = model_setup.liger_kernels_without_conflicts({"rope": True, "rms_norm": True})
+        config = liger_kernels_without_conflicts({"rope": True, "rms_norm": True})
     off = ("rope", "cross_entropy", "fused_linear_cross_entropy")
     assert config == {"rms_norm": True} | dict.fromkeys(off, False)
     assert "rotation stays off" in caplog.text
@@ -310,7 +311,7 @@ def optimizer_names(recipe, folder, monkeypatch, **changes):
         raise Stop
 
     def prepare_and_keep(settings):
-        models.append(model_setup.prepare_model(settings))
+        models.append(prepare_model(settings))
         return models[-1]
 
     with monkeypatch.context() as patches:

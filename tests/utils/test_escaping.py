@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 import rope_patch
 from rope_patch.evaluation import Cell, Row, Table
 from rope_patch.extending import render_card
-from rope_patch.recommending import Recommendation
-from rope_patch.recommending.summary import as_markdown
+from rope_patch.recommending import Recommendation, recommendation_markdown
 from rope_patch.tasks import TooShort
 from rope_patch.utils import (
     NotWritten,
@@ -136,12 +135,12 @@ def card(tmp_path):
 
 def test_recommendations_and_cards_show_the_words_of_others(tmp_path):
     header = ("Made by", "tags:", "base_model:")  # code, and strings of YAML
-    for page, count in ((as_markdown(recommendation()), 6), (card(tmp_path), 8)):
+    for page, count in ((recommendation_markdown(recommendation()), 6), (card(tmp_path), 8)):
         prose = [line for line in page.splitlines() if not line.startswith(header)]
         assert sum(line.count(SHOWN) for line in prose) == count, page
         assert not any("<img" in line or "\x1b" in line for line in prose)
         assert not any(line.startswith("# e") for line in page.splitlines())
-    assert "\n````\npatch('```')\n````\n" in as_markdown(recommendation())
+    assert "\n````\npatch('```')\n````\n" in recommendation_markdown(recommendation())
 
 
 def test_commands_print_no_control_characters(tmp_path):

@@ -253,7 +253,7 @@ def _scale_y(axes: Axes, panel: Panel) -> float:
         floor, ceiling = low / 1.25, roof * (roof / low) ** 0.1
         axes.set_yscale("log")
         axes.set_ylim(floor, ceiling)
-        axes.yaxis.set_major_locator(FixedLocator(_log_ticks(floor, ceiling)))
+        axes.yaxis.set_major_locator(FixedLocator(log_ticks(floor, ceiling)))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         pad = max(high - low, 0.05 * high) * 0.12
@@ -263,7 +263,7 @@ def _scale_y(axes: Axes, panel: Panel) -> float:
     return roof
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
+def log_ticks(low: float, high: float) -> list[float]:
     """Return round numbers on a logarithmic axis: few, but at least three."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []

@@ -20,7 +20,7 @@ class TokenizedDocument(NamedTuple):
     text: str | None = None
 
 
-def tokenize(document: DocumentRef, tokenizer: Any, text_column: str) -> TokenizedDocument:
+def tokenize_document(document: DocumentRef, tokenizer: Any, text_column: str) -> TokenizedDocument:
     """Return a document's tokens, ending in the tokenizer's end token.
 
     The `input_ids` and `labels` of a record are used as they are; an end token appended to labels

@@ -26,7 +26,7 @@ from rope_patch.training.data.arguments import (
 from rope_patch.training.data.best_fit import BestFitRows, Piece
 from rope_patch.training.data.compression import document_text
 from rope_patch.training.data.document_source import DocumentSource
-from rope_patch.training.data.documents import IGNORED, TokenizedDocument, tokenize
+from rope_patch.training.data.documents import IGNORED, TokenizedDocument, tokenize_document
 from rope_patch.training.data.readers import DocumentRef
 from rope_patch.training.data.row_positions import skipped_positions
 from rope_patch.training.data.sources import find_source
@@ -178,7 +178,7 @@ class PackedRows(IterableDataset):
         return sources
 
     def _encode(self, document: DocumentRef) -> TokenizedDocument:
-        return tokenize(document, self._tokenizer, self._arguments.text_column)
+        return tokenize_document(document, self._tokenizer, self._arguments.text_column)
 
     def _text(self, document: TokenizedDocument) -> str:
         return document_text(document, self._tokenizer)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rope_patch.training.data.arguments import DataArguments
 from rope_patch.training.data.compression import compression_ratio, document_text
-from rope_patch.training.data.documents import tokenize
+from rope_patch.training.data.documents import tokenize_document
 from rope_patch.training.data.readers import DocumentRef
 from rope_patch.training.data.sources import find_source
 from rope_patch.training.inspection.clean_folder import CleanFolder
@@ -124,7 +124,7 @@ def _add(
     """Read a document, and count it, compare it and write it."""
     loaded = reference.load()
     reference = reference._replace(load=lambda: loaded)
-    document = tokenize(reference, tokenizer, arguments.text_column)
+    document = tokenize_document(reference, tokenizer, arguments.text_column)
     length = len(document.ids)
     survey.lengths.append(length)
     low, high = arguments.compression_ratio or (0.0, math.inf)

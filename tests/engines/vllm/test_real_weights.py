@@ -8,7 +8,7 @@ from engine import Reference, engine, generate, greedy, require_equal
 from transformers import AutoTokenizer
 
 from rope_patch.pretrained import demo_folder
-from rope_patch.tasks import texts
+from rope_patch.tasks import read_text
 
 pytestmark = pytest.mark.engines
 
@@ -37,7 +37,7 @@ def folder():
 
 
 def test_smollm2_has_the_numbers_of_transformers(folder):
-    words = AutoTokenizer.from_pretrained(folder)(texts.read_text(texts.names()[0]))["input_ids"]
+    words = AutoTokenizer.from_pretrained(folder)(read_text("emma"))["input_ids"]
     prompts = [words[20_000 * text :][:length] for length, text in PROMPTS]
     # All log-probabilities first; prompts that want them read no cached prefix, so then without.
     asked = (greedy(6), greedy(6, prompt_logprobs=None))

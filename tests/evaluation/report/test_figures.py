@@ -9,15 +9,17 @@ from helpers.report_results import many, results
 
 pytest.importorskip("matplotlib")
 
+from rope_patch import evaluation
 from rope_patch.evaluation import (
     Ranking,
     RunStatistics,
+    change_range,
+    change_text,
     depth_maps,
     draw_figures,
     draw_heat_maps,
+    log_ticks,
 )
-from rope_patch.evaluation.report import format as text_of
-from rope_patch.evaluation.report import panels
 from rope_patch.statistics import Interval
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -64,7 +66,7 @@ def test_every_y_axis_has_three_labels_at_least():
     for _ in range(300):
         low = 10 ** rng.uniform(-1, 4)
         high = low * 10 ** rng.uniform(0.7, 4)
-        ticks = panels._log_ticks(low, high)
+        ticks = log_ticks(low, high)
         assert 3 <= len(ticks) <= 10
         assert all(low <= tick <= high for tick in ticks)
 
@@ -116,13 +118,13 @@ def interval(estimate, low, high):
 )
 def test_a_ratio_and_its_interval_have_one_unit(values, text):
     ratio = interval(*values)
-    assert f"{text_of.change_text(ratio)} ({text_of.change_range(ratio)})" == text
+    assert f"{change_text(ratio)} ({change_range(ratio)})" == text
 
 
 def test_a_column_may_choose_the_unit():
     ratio = interval(1.028, 1.005, 1.051)
-    assert text_of.change_text(ratio, percent=False, unit=False) == "1.028"
-    assert text_of.change_range(ratio, percent=False, unit=False) == "1.005–1.051"
+    assert change_text(ratio, percent=False, unit=False) == "1.028"
+    assert change_range(ratio, percent=False, unit=False) == "1.005–1.051"
 
 
 @pytest.mark.parametrize(
@@ -137,4 +139,4 @@ def test_a_column_may_choose_the_unit():
     ],
 )
 def test_an_interval_has_signs_or_a_dash_and_none_if_nothing_is_known(kind, values, text):
-    assert getattr(text_of, kind)(interval(*values)) == text
+    assert getattr(evaluation, kind)(interval(*values)) == text

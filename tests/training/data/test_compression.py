@@ -8,7 +8,7 @@ import string
 import pytest
 from packed_rows import CountingTokenizer, make_rows
 
-from rope_patch.tasks import texts
+from rope_patch.tasks import read_text
 from rope_patch.training import DataArguments, compression_ratio, summarize
 
 BOUNDS = [0.3, 0.65]
@@ -17,7 +17,7 @@ BOUNDS = [0.3, 0.65]
 @pytest.fixture
 def kinds(tmp_path, tokenizer):
     """Write prose, repetition and noise as text and as tokens; return both files and the texts."""
-    rng, novel = random.Random(0), texts.read_text("emma")
+    rng, novel = random.Random(0), read_text("emma")
     letters = string.ascii_letters + string.digits
     documents = []
     for n in range(6):
@@ -34,7 +34,7 @@ def kinds(tmp_path, tokenizer):
 
 
 def test_the_ratio_is_that_of_gzip():
-    for text in (texts.read_text("emma")[:50_000], "ab" * 9000, "Ça va? — " * 40):
+    for text in (read_text("emma")[:50_000], "ab" * 9000, "Ça va? — " * 40):
         raw = text.encode()
         header = 18 - 6  # gzip's header and trailer are that much longer than zlib's
         expected = (len(gzip.compress(raw, 6, mtime=0)) - header) / len(raw)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rope_patch.tasks import read_text
-from rope_patch.training import find_source, fingerprint
-from rope_patch.training.data.documents import tokenize
+from rope_patch.training import find_source, fingerprint, tokenize_document
 
 END = 1
 TORN = gzip.compress(b"split_words" * 99, mtime=0)[:-9]
@@ -25,7 +24,7 @@ def read(tokenizer):
     def read_source(source, column="text", start=0):
         readers = find_source(str(source), column)
         entries = [entry for reader in readers for entry in reader.read(start)]
-        documents = [tokenize(entry, tokenizer, column) for entry in entries]
+        documents = [tokenize_document(entry, tokenizer, column) for entry in entries]
         return [(d.location, d.ids.tolist(), d.labels.tolist()) for d in documents]
 
     return read_source
@@ -244,4 +243,4 @@ def test_documents_without_an_end_token_stay_as_they_are(write):
     ((entry,),) = [
         list(reader.read()) for reader in find_source(str(write("a.txt", "abc")), "text")
     ]
-    assert torch.equal(tokenize(entry, Bare(), "text").ids, torch.tensor([7, 7, 7]))
+    assert torch.equal(tokenize_document(entry, Bare(), "text").ids, torch.tensor([7, 7, 7]))
