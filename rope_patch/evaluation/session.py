@@ -100,6 +100,7 @@ class Session:
         self.request = request
         self.path = path
         self.tokenizer = tokenizer
+        self._versions = provenance.versions()  # once: they are part of every answer's identity
         self._checkpoint_dtype = getattr(config, "dtype", None)
         self.chat = chat_template.resolve(request.chat_template, tokenizer)
         self.processes = Processes()
@@ -263,7 +264,7 @@ class Session:
             "attention": attention_implementation(self.model.config),
             "rotation": None if handle is None else rotation_identity(handle, length, end),
             "trained_length": self.trained_length,
-            "versions": provenance.versions(),
+            "versions": self._versions,
             # Only where there is one, so that earlier runs' answers keep their keys.
             **({"quantization": self.quantization} if self.quantization else {}),
             **({"config": self._other_config} if self._other_config else {}),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 
-@cache  # asked for each answer of an evaluation, and takes 5 ms
 def version(package: str) -> str:
     """Return a package's version, or "not installed", as in a bare checkout."""
     try:
