@@ -122,8 +122,11 @@ def test_queries_and_keys_of_different_dtypes(op, narrow):
     op.check(inputs, rotation)
 
 
-@layouts
-@pytest.mark.parametrize("heads_dim", [1, 2])
+@pytest.mark.parametrize(
+    ("heads_dim", "interleaved"),
+    [(1, False), (2, True), *slow((1, True), (2, False))],
+    ids=["1, halves", "2, neighbours", "1, neighbours", "2, halves"],
+)
 @each(*OPS.values())
 def test_forms_and_layouts(op, heads_dim, interleaved):
     rotation = make_rotation(48, heads_dim=heads_dim, interleaved=interleaved, factor=1.25)
@@ -184,7 +187,8 @@ ROTATIONS = {
     ("op", "name"),
     [
         *((ROPE, name) for name in ROTATIONS),
-        *((NORM, name) for name in ("far", "narrow", "axes", "rows", "no frequency")),
+        *((NORM, name) for name in ("far", "axes", "rows")),
+        *slow((NORM, "narrow"), (NORM, "no frequency")),
     ],
     ids=lambda x: ("rope" if x is ROPE else "norm") if isinstance(x, Op) else x,
 )
