@@ -15,14 +15,14 @@ if not torch.cuda.is_available():  # Triton's kernels run on the CPU then; read 
 
 import transformers
 from helpers.report_results import leave_undrawn
-from helpers.triton_interpreter import patch_language_once_a_launch
+from helpers.triton_interpreter import hasten_interpreter
 
 pytest_plugins = ["helpers.file_times"]
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-patch_language_once_a_launch()
+hasten_interpreter()
 
 
 @pytest.fixture(scope="module", autouse=True)

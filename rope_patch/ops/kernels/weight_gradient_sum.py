@@ -9,13 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-from rope_patch.ops.kernels.launcher import Launcher, LaunchSpec
+from rope_patch.ops.kernels.launcher import INTERPRETED, Launcher, LaunchSpec
 
 _ELEMENTS = 4096  # that a program reads at once: 16 KB
 _WARPS = 8
 
 # Columns of a program: few where all are few, so that many programs read.
 _NARROW, _FEW_COLUMNS, _MANY_COLUMNS = 2048, 4, 16
+if INTERPRETED:  # the interpreter runs programs one after another
+    _FEW_COLUMNS = _MANY_COLUMNS = 64
 
 
 @triton.jit(do_not_specialize=["programs"])

@@ -9,6 +9,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+import triton
+
+from rope_patch.benchmarks.kernels import host_time
+
 COPY_KERNEL = """
 import re
 from triton.backends.compiler import GPUTarget
@@ -48,19 +52,21 @@ print(json.dumps([count, numbers]))
 """
 
 
-def run_compiled(code):
+@pytest.fixture(scope="module")
+def lines():
+    """Return what a process prints that does not interpret kernels."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", COPY_KERNEL + CODE]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return result.stdout
+    return result.stdout.splitlines()
 
 
-def test_copy_kernel_accesses_16_bytes_at_a_time():
-    assert run_compiled(COPY_KERNEL).split() == ["ld.global.v4.b32", "st.global.v4.b32"]
+def test_copy_kernel_accesses_16_bytes_at_a_time(lines):
+    assert lines[0].split() == ["ld.global.v4.b32", "st.global.v4.b32"]
 
 
-def test_parts_add_up_and_each_layer_launches_once():
-    *table, numbers = run_compiled(CODE).splitlines()
+def test_parts_add_up_and_each_layer_launches_once(lines):
+    *table, numbers = lines[1:]
     launches, times = json.loads(numbers)
     assert launches == 2 * 3 * 4
     for parts in times.values():
@@ -72,9 +78,9 @@ def test_parts_add_up_and_each_layer_launches_once():
     assert len(table) == 2 + 7
 
 
-def test_interpreter_is_refused():
-    command = [sys.executable, "-m", "rope_patch.benchmarks.kernels.host_time"]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert "TRITON_INTERPRET is set" in result.stderr
+def test_interpreter_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    monkeypatch.setattr(sys, "argv", ["host_time"])
+    with pytest.raises(SystemExit, match="1"):
+        host_time.main()
+    assert "TRITON_INTERPRET is set" in capsys.readouterr().err

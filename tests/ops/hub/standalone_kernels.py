@@ -123,9 +123,9 @@ def check_compiled(package):
 if __name__ == "__main__":
     sys.modules["rope_patch"] = None  # importing it raises
     sys.path.append(str(Path(__file__).parents[2]))
-    from helpers.triton_interpreter import patch_language_once_a_launch
+    from helpers.triton_interpreter import hasten_interpreter
 
-    patch_language_once_a_launch()
+    hasten_interpreter()
     torch.manual_seed(0)
     package = load(Path(sys.argv[1]))
     kernels = ("triton", "auto")

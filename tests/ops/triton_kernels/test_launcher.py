@@ -20,8 +20,9 @@ DTYPE = torch.bfloat16
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Mock all kernels; `launches.rope` and so on record launches."""
+    """Mock all kernels, as on a GPU; `launches.rope` and so on record launches."""
     monkeypatch.setattr(launcher, "_ONE_HEAD_TOKENS", 16)
+    monkeypatch.setattr(weight_gradient_sum, "_FEW_COLUMNS", 4)
     recorder = SimpleNamespace()
     for name, module, attribute in (
         ("rope", rope, "_launcher"),

@@ -106,6 +106,12 @@ RIVALS = os.environ.get("RIVALS", "out/rivals/files")  # a folder as for `rope-p
 BFLOAT16, ACCESS = 2, 16
 
 
+on_nvidia = pytest.mark.parametrize(
+    "target",
+    [pytest.param(x, marks=() if x == "sm_90" else pytest.mark.slow) for x in NVIDIA],
+)
+
+
 def cases(targets, select=lambda job: True):
     """Parametrise by target and name; other sizes, and other targets than sm_90, are slow."""
     return pytest.mark.parametrize(
@@ -275,7 +281,7 @@ def test_sums_of_weights_read_16_bytes_at_a_time(target, name, code):
     assert {access for access in code.accesses if access.startswith("ld")} == {"ld 128"}
 
 
-@pytest.mark.parametrize("target", NVIDIA)
+@on_nvidia
 @pytest.mark.parametrize("name", [name for name, job in MODEL_JOBS.items() if job.tokens > 1])
 def test_instructions_leave_the_bandwidth_free(target, name, code, record_property):
     record_property("share", code.share)
@@ -291,7 +297,7 @@ def test_layers_share_angles_and_tiles(target, name, code, record_property):
     assert code.share < 0.75
 
 
-@pytest.mark.parametrize("target", NVIDIA)
+@on_nvidia
 @pytest.mark.parametrize("name", ONE_TOKEN)
 def test_one_token_waits_for_memory_once(target, name, code, record_property):
     """Heads are read before the angles are computed, and keys beside queries."""
@@ -300,7 +306,7 @@ def test_one_token_waits_for_memory_once(target, name, code, record_property):
     assert code.warps_per_sm >= 32
 
 
-@pytest.mark.parametrize("target", NVIDIA)
+@on_nvidia
 @pytest.mark.parametrize("name", ONE_TOKEN)
 def test_a_thread_has_few_pairs_of_one_token(target, name, code):
     """One pair; with norms a warp has one head, so that no warp waits for another one's sum."""

@@ -113,7 +113,7 @@ def test_large_queries_are_rotated_in_their_own_memory(family, monkeypatch):
         "rope_into_cache",
         lambda q, *args, out, **kwargs: (seen.append(out is q), op(q, *args, out=out, **kwargs)),
     )
-    model = make_model(family)
+    model = make_model(family, num_hidden_layers=1)
     assert_as_transformers(model, make_cache(model), make_cache(model))
     assert seen == [False] * len(seen)  # the operators' names are recorded by a mode
     with patch(model, "triton"):
@@ -153,7 +153,7 @@ def test_only_full_attention_of_gemma_is_fused():
 
 
 def test_batch_with_padding_and_bfloat16():
-    model = make_model("qwen3").bfloat16()
+    model = make_model("qwen3", num_hidden_layers=1).bfloat16()
     mask = torch.ones(2, PROMPT, dtype=torch.long)
     mask[0, :2] = 0
     caches = [make_cache(model) for _ in range(2)]
@@ -168,7 +168,7 @@ def test_batch_with_padding_and_bfloat16():
 
 
 def test_cache_reset_reorder_and_copy():
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=1)
     caches = [make_cache(model) for _ in range(2)]
     results = []
     for kernels, cache in zip(("hf", "triton"), caches, strict=True):
@@ -188,7 +188,7 @@ def test_cache_reset_reorder_and_copy():
 
 def test_tokens_past_the_end_become_nan():
     """transformers' update raises an error there; nothing is written outside of the memory."""
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=1)
     cache = make_cache(model)
     with patch(model, "triton"), torch.no_grad():
         model(tokens(SLOTS), past_key_values=cache)
@@ -263,7 +263,7 @@ def test_other_kernels_update_the_cache_themselves(kernels):
 
 
 def test_gradients_and_growing_caches_update_the_cache_themselves():
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=1)
     with patch(model, "triton"), recorded_operators() as names:
         cache = make_cache(model)
         loss = model(tokens(3), past_key_values=cache, labels=tokens(3)).loss
@@ -274,7 +274,7 @@ def test_gradients_and_growing_caches_update_the_cache_themselves():
 
 
 def test_cache_of_another_dtype_fails_as_before():
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=1)
     cache = make_cache(model)
     with patch(model, "triton"), torch.no_grad():
         model(tokens(3), past_key_values=cache)

@@ -220,34 +220,31 @@ def test_far_positions_are_exact(kernels):
 
 @pytest.mark.usefixtures("reset_compiler")
 @pytest.mark.parametrize(
-    ("kernels", "family"),
+    ("kernels", "family", "operator"),
     [
-        ("auto", "gemma3"),
-        ("reference", "gemma3"),
-        *(("triton", family) for family in ("llama", "gemma3", "olmo2")),
+        ("auto", "qwen3", None),
+        ("reference", "qwen3", None),
+        ("triton", "llama", "rope"),
+        ("triton", "gemma3", "qk_norm_rope"),
+        pytest.param("auto", "gemma3", None, marks=pytest.mark.slow),
+        pytest.param("reference", "gemma3", None, marks=pytest.mark.slow),
+        pytest.param("triton", "olmo2", "qk_norm_rope", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_models_are_one_graph(kernels, family):
-    model = one_layer(family)
-    patch(model, kernels)
-    expected = logits(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_close(logits(compiled), expected)
-
-
-@pytest.mark.usefixtures("reset_compiler")
-@pytest.mark.parametrize(("kernels", "calls"), [("auto", 0), ("triton", 1)])
-def test_compiled_graphs_use_our_operator_only_on_request(kernels, calls):
-    model, graphs = make_model("qwen3", num_hidden_layers=1), []
+def test_compiled_models_are_one_graph(kernels, family, operator):
+    """It has our operator only on request."""
+    model, names = one_layer(family), []
 
     def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     patch(model, kernels)
-    logits(torch.compile(model, fullgraph=True, backend=backend))
-    targets = [str(n.target) for graph in graphs for n in graph.graph.nodes]
-    assert sum("rope_patch.qk_norm_rope" in name for name in targets) == calls
+    expected = logits(model)
+    assert_close(logits(torch.compile(model, fullgraph=True, backend=backend)), expected)
+    ours = [name for name in names if "rope_patch" in name]
+    assert len(ours) == (operator is not None)
+    assert all(f"rope_patch.{operator}" in name for name in ours)
 
 
 @pytest.mark.slow
