@@ -32,7 +32,10 @@ CASES = {
     "LongT5ForConditionalGeneration": ("max-distance", {"trained_length": 512}, False),
 }
 TABLES = "rope_patch_tables.safetensors"
-HALF = ("GPT2LMHeadModel", "XGLMForCausalLM", "BloomForCausalLM", "UMT5ForConditionalGeneration")
+HALF = ("GPT2LMHeadModel", "BloomForCausalLM", "XGLMForCausalLM", "UMT5ForConditionalGeneration")
+# Whose positions are those of another one here.
+FURTHER = ("BertForMaskedLM", "PegasusForConditionalGeneration", "MptForCausalLM")
+FURTHER += ("LongT5ForConditionalGeneration",)
 SMALL = {"MptForCausalLM": {"max_seq_len": LENGTH, "n_heads": 6}}
 
 
@@ -73,8 +76,12 @@ def own_memory(model):
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, torch.float32) for family in CASES),
-        *((family, torch.bfloat16) for family in HALF),
+        *(
+            pytest.param(f, torch.float32, marks=pytest.mark.slow if f in FURTHER else ())
+            for f in CASES
+        ),
+        *((family, torch.bfloat16) for family in HALF[:2]),
+        *(pytest.param(f, torch.bfloat16, marks=pytest.mark.slow) for f in HALF[2:]),
     ],
 )
 def test_load_and_undo_restore_the_model_bit_for_bit(tmp_path, family, dtype):

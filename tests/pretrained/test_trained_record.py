@@ -91,7 +91,16 @@ def test_plain_transformers_rotates_as_the_saved_patch(extended):
     assert loaded.length == plain.config.max_position_embeddings == 4 * present_length(name)
 
 
+# The bound of the base, which a diagnosis has, takes seconds at a million tokens.
 @published
+@pytest.mark.parametrize(
+    "extended",
+    [
+        pytest.param(n, marks=pytest.mark.slow if 4 * present_length(n) >= 2**20 else ())
+        for n in PUBLISHED
+    ],
+    indirect=True,
+)
 def test_all_readers_agree_on_the_trained_length(extended):
     name, folder, _ = extended
     assert trained_lengths(folder) == {present_length(name)}
@@ -411,7 +420,6 @@ def test_undoing_leaves_the_record(tmp_path):
 # --- Methods from outside, whose folders load without them ----------------------------------------
 
 pytestmark = pytest.mark.usefixtures("own_registry")
-FAMILIES = ["llama", "qwen3", "gemma3", "phi3"]
 
 
 @pytest.fixture
@@ -438,8 +446,18 @@ def sidecar_of(folder):
     return json.loads((folder / "rope_patch.json").read_text())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention_factor", ["1.0", "1.2"])
+@pytest.mark.parametrize(
+    ("family", "attention_factor"),
+    [
+        ("llama", "1.0"),
+        ("gemma3", "1.2"),
+        ("phi3", "1.2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("llama", "1.2"), ("qwen3", "1.0"), ("gemma3", "1.0"), ("phi3", "1.0"))
+        ),
+    ],
+)
 def test_folders_load_without_the_plugin(family, attention_factor, tmp_path, forget, caplog):
     model = make_model(family)
     plain = logits(model)
