@@ -92,10 +92,19 @@ TABLE = {
 }
 
 
+# Columns in which the first variant of a row, and two of the maps, stand for all.
+OF_ROWS = ("`inputs_embeds`", "tokens behind right padding", "jumps")
+ALIKE = {(row, name) for row in ROWS for name in [*ROWS[row]][1:] if name != "dca"}
+
+
 def cells(column):
     """Return each variant of each row, with what the table says of it in a column."""
     return [
-        pytest.param(row, name, said[COLUMNS.index(column)], id=f"{row}-{name}")
+        pytest.param(
+            *(row, name, said[COLUMNS.index(column)]),
+            id=f"{row}-{name}",
+            marks=pytest.mark.slow if column in OF_ROWS and (row, name) in ALIKE else (),
+        )
         for row, said in TABLE.items()
         for name in ROWS[row]
         if said[COLUMNS.index(column)] != NONE
