@@ -29,6 +29,12 @@ import rope_patch
 from rope_patch.methods import load_plugin, registry
 from rope_patch.pretrained import mark_trained
 
+
+def quick(names, *quick_ones):
+    """Return parameters, of which those that repeat the others are slow."""
+    return [pytest.param(n, marks=() if n in quick_ones else pytest.mark.slow) for n in names]
+
+
 # --- Published YaRN, saved ------------------------------------------------------------------------
 
 published = pytest.mark.skipif(OLD_TRANSFORMERS, reason="needs nested YaRN and new model types")
@@ -124,7 +130,7 @@ def test_patch_on_a_saved_model_replaces_the_saved_patch(extended):
 
 
 @published
-@pytest.mark.parametrize("method", ["yarn", "linear", "ntk"])
+@pytest.mark.parametrize("method", quick(["yarn", "linear", "ntk"], "yarn"))
 def test_shorter_request_on_a_saved_model_is_refused_with_both_lengths(method, tmp_path):
     model = make_model("llama")
     rope_patch.patch(model, method, factor=4)
@@ -266,7 +272,7 @@ def rotation(model):
     return model.model.rotary_emb.inv_freq
 
 
-@pytest.mark.parametrize("method", STATED)
+@pytest.mark.parametrize("method", quick(STATED, "yarn", "abf", "longrope", "mixed-ntk"))
 def test_stated_rotation_is_the_start_of_others(method, tmp_path):
     save_trained(tmp_path, method, **STATED[method])
     model, expected = plain_model(tmp_path), plain_model(tmp_path)
@@ -296,7 +302,7 @@ def test_layer_types_and_longrope_alone_continue(family, tmp_path):
     assert logits(model, TARGET).equal(logits(expected, TARGET))
 
 
-@pytest.mark.parametrize("method", UNSTATED)
+@pytest.mark.parametrize("method", quick(UNSTATED, *UNSTATED.keys() - {"dynamic", "mixed-yarn"}))
 def test_unstated_rotation_is_restored_or_replaced_but_never_guessed(method, tmp_path):
     arguments = UNSTATED[method]
     trained = save_trained(tmp_path / "one", method, **arguments)
@@ -365,7 +371,7 @@ def read_by_us(folder, method, **arguments):
 
 
 @pytest.mark.parametrize("read", [read_plainly, read_by_us])
-@pytest.mark.parametrize("method", ["yarn", "linear", "ntk", "llama3"])
+@pytest.mark.parametrize("method", quick(["yarn", "linear", "ntk", "llama3"], "yarn"))
 def test_folder_without_the_record_is_refused_with_both_lengths(read, method, tmp_path):
     model = make_model("llama")
     rope_patch.patch(model, method, factor=FACTOR)
@@ -497,7 +503,7 @@ def test_latent_attention_keeps_its_softmax_scale(attention_factor, tmp_path, fo
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="needs nested YaRN and new model types")
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", quick(PUBLISHED, "gpt-oss", "DeepSeek-V3", "Laguna"))
 def test_models_with_a_yarn_of_their_own_keep_both(name, tmp_path, forget):
     model = make_published(name)
     handle = save_patched(model, tmp_path / "saved", attention_factor="1.1")
