@@ -235,8 +235,15 @@ class LogitsOf(torch.nn.Module):
         return self.model(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("qwen3", "auto"),
+        ("qwen3", "reference"),
+        pytest.param("llama", "auto", marks=pytest.mark.slow),
+        pytest.param("llama", "reference", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_trace_matches_the_model(family, kernels):
     model = make_model(family)
