@@ -29,8 +29,8 @@ METHODS = {
 
 # Of each kind; others differ in their formula alone.
 QUICK = [("llama", method) for method in METHODS if method not in ("nope", "rerope")]
-QUICK += [("gemma3", method) for method in ("none", "dynamic-yarn", "self-extend")]
-SLOW = [("llama", "nope"), ("llama", "rerope")]
+QUICK += [("gemma3", method) for method in ("dynamic-yarn", "self-extend")]
+SLOW = [("llama", "nope"), ("llama", "rerope"), ("gemma3", "none")]
 SLOW += [("qwen3", method) for method in ("none", "dynamic-yarn", "self-extend")]
 CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow, id="-".join(case)) for case in SLOW)]
 
