@@ -12,6 +12,9 @@ MAX_LENGTH = 2**20  # tokens; takes seconds
 _BASE_RATIO = 1.003  # between tested bases; only such steps reproduce the paper's values
 _MAX_BASE = 1e12
 _BLOCK = 512  # distances per block of the matrix product
+_AT_ONCE = 16  # bases tested together
+# How much a distance at which a base fails may grow, for a growth of the base by 1.
+_SLOPES = torch.linspace(0, 1, 9, dtype=torch.float64, device="cpu")
 
 
 def failing_distance(inv_freq: torch.Tensor, length: int, near: int = 0) -> int | None:
@@ -69,13 +72,27 @@ def base_bound(rotary_dim: int, length: int) -> float | None:
     if length > MAX_LENGTH:
         return None
     exponent = -torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
-    base, near = 2.0, 0
-    while base < _MAX_BASE:
-        distance = failing_distance(base**exponent, length, near)
+    bases = [2.0]
+    while (base := bases[-1] * _BASE_RATIO) < _MAX_BASE:
+        bases.append(base)
+    first, near = 0, 0
+    while first < len(bases):
+        distance = failing_distance(bases[first] ** exponent, length, near)
         if distance is None:
-            return base
-        # The next base mostly fails nearby.
-        base, near = base * _BASE_RATIO, distance
+            return bases[first]
+        first, near = first + 1, distance
+        # The next bases mostly fail nearby, which is seen at few distances for many at once.
+        while near and first < len(bases):
+            some = torch.tensor(bases[first : first + _AT_ONCE], dtype=torch.float64, device="cpu")
+            stretches = torch.outer(some / bases[first - 1] - 1, _SLOPES) + 1
+            m = (near * stretches).round().clamp(max=length)
+            sums = (m[..., None] * some[:, None, None] ** exponent).cos().sum(-1)
+            lowest, at = sums.min(dim=1)
+            passed = int((lowest < -1e-9).long().cumprod(0).sum())
+            if passed:
+                first, near = first + passed, int(m[passed - 1, at[passed - 1]])
+            if passed < _AT_ONCE:
+                break
     return None
 
 

@@ -27,8 +27,12 @@ METHODS = {
 }
 
 
-CASES = [("llama", method) for method in METHODS]
-CASES += [(f, m) for f in ("qwen3", "gemma3") for m in ("none", "dynamic-yarn", "self-extend")]
+# Of each kind; others differ in their formula alone.
+QUICK = [("llama", method) for method in METHODS if method not in ("nope", "rerope")]
+QUICK += [("gemma3", method) for method in ("dynamic-yarn", "self-extend")]
+SLOW = [("llama", "nope"), ("llama", "rerope"), ("gemma3", "none")]
+SLOW += [("qwen3", method) for method in ("none", "dynamic-yarn", "self-extend")]
+CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow, id="-".join(case)) for case in SLOW)]
 
 
 @cache
@@ -134,24 +138,22 @@ PROMPTS = [
     [*START[:40], *prompt(100, seed=6)],
     START[:256],
     START[:257],
-    START[:384],
     START[:386],
-    [*START[:250], *prompt(4, seed=7)],  # decoding passes the trained length
+    [*START[:250], *prompt(6, seed=7)],  # decoding passes the trained length
     START[:252],
-    START[:320],
     prompt(90, seed=8),
 ]
 
 
 def test_sharing_changes_no_bit_in_any_order(model):
     unshared = PrefixReader(model, share=False, chunk=CHUNK)
-    expected = [greedy_logits(unshared, ids, 5) for ids in PROMPTS]
+    expected = [greedy_logits(unshared, ids, 3) for ids in PROMPTS]
     assert unshared.tokens_read == sum(len(ids) - 1 for ids in PROMPTS)
     order = list(range(len(PROMPTS)))
     for shuffled_order in (order[::-1], sorted(order, key=PROMPTS.__getitem__)):
         reader = PrefixReader(model, chunk=CHUNK)
         for i in shuffled_order:
-            assert torch.equal(greedy_logits(reader, PROMPTS[i], 5), expected[i]), f"prompt {i}"
+            assert torch.equal(greedy_logits(reader, PROMPTS[i], 3), expected[i]), f"prompt {i}"
         assert reader.prompt_tokens == sum(map(len, PROMPTS))
         assert reader.tokens_read < unshared.tokens_read
 

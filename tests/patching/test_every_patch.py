@@ -127,10 +127,17 @@ MAPS = [
 ]
 SPECIAL = [*MIXED, *NOPE, *TEMPERATURES, *START_TOKENS, *MAPS]
 ROWS = [*EVERYWHERE, *STATIC, *SCALED, *KERNELS, *SPECIAL]
+# Further families of a method that others here have.
+SLOW = [row for row in EVERYWHERE if row.family in ("qwen2", "gemma") and row.method != "yarn"]
+SLOW += [row for row in EVERYWHERE if row.family == "gemma2" and row.method != "dynamic-yarn"]
+SLOW += [row for row in NOPE if row.family == "qwen3"]
+# The first of each kind, which are pickled, too.
+FIRST = [rows[0] for rows in (EVERYWHERE, KERNELS, MIXED, NOPE, TEMPERATURES, START_TOKENS, MAPS)]
 
 
-def each(rows):
-    return pytest.mark.parametrize("row", rows, ids=str)
+def each(rows, slow=SLOW):
+    params = [pytest.param(r, marks=pytest.mark.slow if r in slow else ()) for r in rows]
+    return pytest.mark.parametrize("row", params, ids=str)
 
 
 def snapshot(model):
@@ -177,11 +184,20 @@ def test_undo_restores_every_bit(row):
         assert logits(model, length).equal(expected)
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
-)
-@each([row for row in EVERYWHERE if row.family in ("llama", "gemma3")] + KERNELS + SPECIAL)
-def test_copies_are_undone_independently(row, duplicate):
+COPIED = [row for row in EVERYWHERE if row.family in ("llama", "gemma3")] + KERNELS + SPECIAL
+
+
+@each(COPIED)
+def test_copies_are_undone_independently(row):
+    require_independent(row, copy.deepcopy)
+
+
+@each(COPIED, slow=[row for row in COPIED if row not in FIRST])
+def test_pickled_models_are_undone_independently(row):
+    require_independent(row, lambda model: pickle.loads(pickle.dumps(model)))
+
+
+def require_independent(row, duplicate):
     model = row.model()
     plain, length = logits(model), model.config.max_position_embeddings
     row.patch(model)

@@ -92,10 +92,18 @@ TABLE = {
 }
 
 
+# Variants for which the first one of their row stands in all columns but that of left padding.
+ALIKE = {(row, name) for row in ROWS for name in [*ROWS[row]][1:] if name != "dca"}
+
+
 def cells(column):
     """Return each variant of each row, with what the table says of it in a column."""
     return [
-        pytest.param(row, name, said[COLUMNS.index(column)], id=f"{row}-{name}")
+        pytest.param(
+            *(row, name, said[COLUMNS.index(column)]),
+            id=f"{row}-{name}",
+            marks=pytest.mark.slow if column != COLUMNS[0] and (row, name) in ALIKE else (),
+        )
         for row, said in TABLE.items()
         for name in ROWS[row]
         if said[COLUMNS.index(column)] != NONE

@@ -153,8 +153,19 @@ def test_dynamic_methods_keep_the_config_scaling_up_to_its_length(scaling):
     assert_differs(logits(model, LONG), before[LONG])
 
 
-@pytest.mark.parametrize("scaling", CONFIG_SCALINGS)
-@pytest.mark.parametrize("method", STATIC)
+@pytest.mark.parametrize(
+    ("scaling", "method"),
+    [
+        *(("llama3", method) for method in STATIC),
+        *((scaling, "yarn") for scaling in CONFIG_SCALINGS if scaling != "llama3"),
+        *(
+            pytest.param(scaling, method, marks=pytest.mark.slow)
+            for scaling in CONFIG_SCALINGS
+            for method in STATIC
+            if scaling != "llama3" and method != "yarn"
+        ),
+    ],
+)
 def test_every_method_is_saved_natively_on_every_scaling(scaling, method, tmp_path):
     model = make_scaled(scaling)
     start = "running" if scaling in ("yarn", "linear") else "auto"

@@ -32,7 +32,10 @@ CASES = {
     "LongT5ForConditionalGeneration": ("max-distance", {"trained_length": 512}, False),
 }
 TABLES = "rope_patch_tables.safetensors"
-HALF = ("GPT2LMHeadModel", "XGLMForCausalLM", "BloomForCausalLM", "UMT5ForConditionalGeneration")
+HALF = ("GPT2LMHeadModel", "BloomForCausalLM", "XGLMForCausalLM", "UMT5ForConditionalGeneration")
+# Whose positions are those of another one here.
+FURTHER = ("BertForMaskedLM", "PegasusForConditionalGeneration", "MptForCausalLM")
+FURTHER += ("LongT5ForConditionalGeneration",)
 SMALL = {"MptForCausalLM": {"max_seq_len": LENGTH, "n_heads": 6}}
 
 
@@ -73,8 +76,12 @@ def own_memory(model):
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, torch.float32) for family in CASES),
-        *((family, torch.bfloat16) for family in HALF),
+        *(
+            pytest.param(f, torch.float32, marks=pytest.mark.slow if f in FURTHER else ())
+            for f in CASES
+        ),
+        *((family, torch.bfloat16) for family in HALF[:2]),
+        *(pytest.param(f, torch.bfloat16, marks=pytest.mark.slow) for f in HALF[2:]),
     ],
 )
 def test_load_and_undo_restore_the_model_bit_for_bit(tmp_path, family, dtype):
@@ -236,10 +243,11 @@ REQUESTS = {
 }
 
 
-@pytest.fixture(params=TARGETS)
-def adapter(request, tmp_path):
-    """Return an adapter's folder, its base's folder and model class, and the model."""
+@pytest.fixture(scope="module", params=TARGETS)
+def adapter(request, tmp_path_factory):
+    """Return a folder with an adapter and its base, its model class, and the model's logits."""
     peft, family = pytest.importorskip("peft"), request.param
+    tmp_path = tmp_path_factory.mktemp("adapter")
     base = encoding_model(family)
     base.save_pretrained(tmp_path / "base")
     base = type(base).from_pretrained(tmp_path / "base").eval()
@@ -249,7 +257,8 @@ def adapter(request, tmp_path):
     config = peft.LoraConfig(target_modules=[TARGETS[family]], r=2, init_lora_weights=False)
     model = peft.get_peft_model(base, config).eval()
     rope_patch.save(model, tmp_path / "adapter")
-    return tmp_path, family, token_logits(model, 3 * LENGTH)
+    with torch.no_grad():
+        return tmp_path, family, token_logits(model, 3 * LENGTH)
 
 
 def plain_base(folder, family):
@@ -307,9 +316,20 @@ EXTENDED = [
 ]
 
 
+# Tables and biases that are saved as others here.
+ALIKE = ("integer", "normalised", "binary", "kerple", "sandwich")
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*ONE_EACH, ("rope", {"partial": 0.5}), ("binary", {"base": 8, "digits": 3})],
+    [
+        *(
+            pytest.param(*each, marks=pytest.mark.slow if each[0] in ALIKE else ())
+            for each in ONE_EACH
+        ),
+        ("rope", {"partial": 0.5}),
+        ("binary", {"base": 8, "digits": 3}),
+    ],
     ids=[*NAMES, "partial rope", "octal"],
 )
 def test_a_saved_model_loads_to_the_same_bits(name, options, tmp_path):

@@ -284,8 +284,18 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", STATIC)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def quick_if(is_quick, *values):
+    return pytest.param(*values, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        quick_if(family == "llama" or (family, name) == ("gemma3", "ntk"), family, name)
+        for family in ("llama", "qwen3", "gemma3")
+        for name in STATIC
+    ],
+)
 def test_config_has_the_rotation_of_its_method(registered, family, name, tmp_path):
     plain = make_model(family)
     theta = plain.config.rope_parameters
@@ -428,11 +438,20 @@ def test_save_writes_native_rope_types_only(registered, family, method, tmp_path
     assert rope_types_in(tmp_path) <= set(NATIVE_ROPE_TYPES)
 
 
-@pytest.mark.parametrize("rope_type", STATIC)
-@pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "method", "rope_type"),
+    [
+        quick_if(
+            (method == "yarn" and (family == "llama" or rope_type == "nope")) or rope_type == "ntk",
+            *(family, method, rope_type),
+        )
+        for family in ("llama", "gemma3")
+        for method in ("yarn", "dynamic-yarn")
+        for rope_type in STATIC
+    ],
+)
 def test_save_replaces_our_rope_types_in_the_config(
-    registered, family, rope_type, method, tmp_path
+    registered, family, method, rope_type, tmp_path
 ):
     if rope_type == "nope" and OLD_TRANSFORMERS:
         pytest.skip("this transformers has no form of its own to write")

@@ -62,8 +62,18 @@ def sidecar(folder):
     return json.loads((folder / "rope_patch.json").read_text())
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *(("llama", method) for method in METHODS),
+        *(("gemma3", method) for method in ("yarn", "longrope", "dynamic")),
+        *(
+            pytest.param("gemma3", method, marks=pytest.mark.slow)
+            for method in METHODS
+            if method not in ("yarn", "longrope", "dynamic")
+        ),
+    ],
+)
 def test_load_restores_the_patch_and_plain_transformers_the_rotation(family, method, tmp_path):
     plain = logits(make_model(family))
     model = save_patched(tmp_path, family, method, **METHODS[method])
@@ -292,8 +302,18 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("name", position_maps())
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        *((name, "llama") for name in position_maps()),
+        ("self-extend", "gemma3"),
+        *(
+            pytest.param(name, "gemma3", marks=pytest.mark.slow)
+            for name in position_maps()
+            if name != "self-extend"
+        ),
+    ],
+)
 def test_folders_load_to_the_same_logits(name, family, tmp_path):
     model, ids = make_model(family), tokens(LONG)
     plain = forward(model, ids)

@@ -29,6 +29,12 @@ import rope_patch
 from rope_patch.methods import load_plugin, registry
 from rope_patch.pretrained import mark_trained
 
+
+def quick(names, *quick_ones):
+    """Return parameters, of which those that repeat the others are slow."""
+    return [pytest.param(n, marks=() if n in quick_ones else pytest.mark.slow) for n in names]
+
+
 # --- Published YaRN, saved ------------------------------------------------------------------------
 
 published = pytest.mark.skipif(OLD_TRANSFORMERS, reason="needs nested YaRN and new model types")
@@ -91,7 +97,16 @@ def test_plain_transformers_rotates_as_the_saved_patch(extended):
     assert loaded.length == plain.config.max_position_embeddings == 4 * present_length(name)
 
 
+# The bound of the base, which a diagnosis has, takes seconds at half a million tokens and more.
 @published
+@pytest.mark.parametrize(
+    "extended",
+    [
+        pytest.param(n, marks=pytest.mark.slow if 4 * present_length(n) > 2**19 else ())
+        for n in PUBLISHED
+    ],
+    indirect=True,
+)
 def test_all_readers_agree_on_the_trained_length(extended):
     name, folder, _ = extended
     assert trained_lengths(folder) == {present_length(name)}
@@ -115,7 +130,7 @@ def test_patch_on_a_saved_model_replaces_the_saved_patch(extended):
 
 
 @published
-@pytest.mark.parametrize("method", ["yarn", "linear", "ntk"])
+@pytest.mark.parametrize("method", quick(["yarn", "linear", "ntk"], "yarn"))
 def test_shorter_request_on_a_saved_model_is_refused_with_both_lengths(method, tmp_path):
     model = make_model("llama")
     rope_patch.patch(model, method, factor=4)
@@ -195,7 +210,7 @@ def test_folders_without_the_field_are_read_by_their_sidecar(tmp_path):
 def test_second_save_records_the_checkpoint(tmp_path):
     save_extended(tmp_path / "one", "gpt-oss")
     plain = eager_model(tmp_path / "one")
-    rope_patch.patch(plain, "yarn", factor=8)
+    rope_patch.patch(plain, "yarn", factor=4, beta_fast=16)
     rope_patch.save(plain, tmp_path / "two")
     assert trained_lengths(tmp_path / "two") == {present_length("gpt-oss")}
     one, two = (
@@ -257,7 +272,7 @@ def rotation(model):
     return model.model.rotary_emb.inv_freq
 
 
-@pytest.mark.parametrize("method", STATED)
+@pytest.mark.parametrize("method", quick(STATED, "yarn", "abf", "longrope", "mixed-ntk"))
 def test_stated_rotation_is_the_start_of_others(method, tmp_path):
     save_trained(tmp_path, method, **STATED[method])
     model, expected = plain_model(tmp_path), plain_model(tmp_path)
@@ -287,7 +302,7 @@ def test_layer_types_and_longrope_alone_continue(family, tmp_path):
     assert logits(model, TARGET).equal(logits(expected, TARGET))
 
 
-@pytest.mark.parametrize("method", UNSTATED)
+@pytest.mark.parametrize("method", quick(UNSTATED, *UNSTATED.keys() - {"dynamic", "mixed-yarn"}))
 def test_unstated_rotation_is_restored_or_replaced_but_never_guessed(method, tmp_path):
     arguments = UNSTATED[method]
     trained = save_trained(tmp_path / "one", method, **arguments)
@@ -356,7 +371,7 @@ def read_by_us(folder, method, **arguments):
 
 
 @pytest.mark.parametrize("read", [read_plainly, read_by_us])
-@pytest.mark.parametrize("method", ["yarn", "linear", "ntk", "llama3"])
+@pytest.mark.parametrize("method", quick(["yarn", "linear", "ntk", "llama3"], "yarn"))
 def test_folder_without_the_record_is_refused_with_both_lengths(read, method, tmp_path):
     model = make_model("llama")
     rope_patch.patch(model, method, factor=FACTOR)
@@ -411,7 +426,6 @@ def test_undoing_leaves_the_record(tmp_path):
 # --- Methods from outside, whose folders load without them ----------------------------------------
 
 pytestmark = pytest.mark.usefixtures("own_registry")
-FAMILIES = ["llama", "qwen3", "gemma3", "phi3"]
 
 
 @pytest.fixture
@@ -438,8 +452,18 @@ def sidecar_of(folder):
     return json.loads((folder / "rope_patch.json").read_text())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention_factor", ["1.0", "1.2"])
+@pytest.mark.parametrize(
+    ("family", "attention_factor"),
+    [
+        ("llama", "1.0"),
+        ("gemma3", "1.2"),
+        ("phi3", "1.2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("llama", "1.2"), ("qwen3", "1.0"), ("gemma3", "1.0"), ("phi3", "1.0"))
+        ),
+    ],
+)
 def test_folders_load_without_the_plugin(family, attention_factor, tmp_path, forget, caplog):
     model = make_model(family)
     plain = logits(model)
@@ -479,7 +503,7 @@ def test_latent_attention_keeps_its_softmax_scale(attention_factor, tmp_path, fo
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="needs nested YaRN and new model types")
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", quick(PUBLISHED, "gpt-oss", "DeepSeek-V3", "Laguna"))
 def test_models_with_a_yarn_of_their_own_keep_both(name, tmp_path, forget):
     model = make_published(name)
     handle = save_patched(model, tmp_path / "saved", attention_factor="1.1")

@@ -173,9 +173,19 @@ EXTENDED = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
-@pytest.mark.parametrize("mscales", [{}, MSCALES], ids=["plain", "pair"])
-@pytest.mark.parametrize("case", EXTENDED)
+@pytest.mark.parametrize(
+    ("case", "mscales", "model_type"),
+    [
+        *((case, mscales, "deepseek_v3") for case in EXTENDED for mscales in ({}, MSCALES)),
+        ("linear", MSCALES, "deepseek_v2"),
+        *(
+            pytest.param(case, mscales, "deepseek_v2", marks=pytest.mark.slow)
+            for case in EXTENDED
+            for mscales in ({}, MSCALES)
+            if (case, mscales) != ("linear", MSCALES)
+        ),
+    ],
+)
 def test_extension_multiplies_the_scales_of_its_start(case, mscales, model_type, tmp_path):
     method, options, extend, in_softmax = EXTENDED[case]
     inv_freq = extend(apply_yarn(UNSCALED, ORIGINAL, OWN_FACTOR))

@@ -95,10 +95,22 @@ def test_temperature_of_positions_starts_where_it_did(method):
     assert parameters["llama_4_scaling_beta"] == 0.1
 
 
+OTHERS = ["dynamic", "dynamic-linear", "dynamic-ntk-by-parts", "mixed-yarn"]
+
+
 @pytest.mark.parametrize(
-    "method", ["dynamic", "dynamic-linear", "dynamic-ntk-by-parts", "dynamic-yarn", "mixed-yarn"]
+    ("name", "method"),
+    [
+        *((name, "dynamic-yarn") for name in FOLLOWED),
+        *(("gpt-oss", method) for method in OTHERS),
+        *(
+            pytest.param(name, method, marks=pytest.mark.slow)
+            for name in FOLLOWED
+            for method in OTHERS
+            if name != "gpt-oss"
+        ),
+    ],
 )
-@pytest.mark.parametrize("name", FOLLOWED)
 def test_dynamic_methods_leave_the_present_length_alone(name, method):
     """The lengths are those of the checkpoint with 16 original tokens."""
     present = round(16 * PUBLISHED[name][2]["factor"])

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from architectures.tiny_architectures import tiny_model
+from helpers.growing_texts import PROMPT
 from helpers.reference_rerotation import stepped
 from helpers.releases import prompt_lookup
 from helpers.tiny_models import (
     BEFORE_5_17,
     OLD_TRANSFORMERS,
-    SHORT,
     TRAINED,
     forward,
     make_generator,
@@ -23,9 +23,9 @@ from transformers.cache_utils import DynamicLayer
 
 import rope_patch
 
-NEW = 60  # tokens, from SHORT over the trained length and two growth steps beyond it
-LENGTH = SHORT + NEW
-IDS = tokens(SHORT)
+NEW = 28  # tokens, from PROMPT over the trained length and two growth steps beyond it
+LENGTH = PROMPT + NEW
+IDS = tokens(PROMPT)
 STATIC = {
     "dynamic": "ntk",
     "dynamic-linear": "linear",
@@ -51,12 +51,12 @@ WAYS = {
     "sampled": ({"do_sample": True, "top_k": 20, "num_return_sequences": 2}, LENGTH),
     "prompt lookup": (prompt_lookup(4), LENGTH),
     "embeddings": ({"inputs_embeds": None}, LENGTH),
-    "max_length": ({"max_length": 90, "max_new_tokens": None}, 90),
-    "generation config": ({"max_new_tokens": None}, 90),
-    "no length": ({"max_new_tokens": None}, SHORT + 20),
-    "short": ({"max_new_tokens": 10}, SHORT + 10),
-    "up to the trained length": ({"max_new_tokens": TRAINED - SHORT}, TRAINED),
-    "one token more": ({"max_new_tokens": TRAINED - SHORT + 1}, TRAINED + 1),
+    "max_length": ({"max_length": 80, "max_new_tokens": None}, 80),
+    "generation config": ({"max_new_tokens": None}, 80),
+    "no length": ({"max_new_tokens": None}, TRAINED),
+    "short": ({"max_new_tokens": 4}, PROMPT + 4),
+    "up to the trained length": ({"max_new_tokens": TRAINED - PROMPT}, TRAINED),
+    "one token more": ({"max_new_tokens": TRAINED - PROMPT + 1}, TRAINED + 1),
 }
 
 
@@ -123,7 +123,7 @@ def test_ways_to_generate_equal_the_static_method(family, way):
         ids = None
         options = {"inputs_embeds": model.get_input_embeddings()(IDS).detach()}
     if way == "generation config":
-        model.generation_config.max_new_tokens = length - SHORT
+        model.generation_config.max_new_tokens = length - PROMPT
     plain, expected = (
         generate(model, ids, **options),
         expected_of(model, length, ids, **options),
@@ -131,7 +131,7 @@ def test_ways_to_generate_equal_the_static_method(family, way):
     admit(model)
     got = generate(model, ids, **options)
     assert_same(got, expected)
-    assert len(got[1]) == length - SHORT or way == "prompt lookup"
+    assert len(got[1]) == length - PROMPT or way == "prompt lookup"
     assert got[1].shape != plain[1].shape or got[1].equal(plain[1]) == (length <= TRAINED)
 
 
@@ -187,8 +187,8 @@ def test_generate_continues_a_cache_that_serves_it(model):
         cache = DynamicCache(config=model.config)
         first = each.generate(IDS, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
         cache.crop(-NEW // 2)
-        prompt = torch.cat([first[:, : cache.get_seq_length()], tokens(10, seed=8)], dim=1)
-        outputs.append(generate(each, prompt, past_key_values=cache, max_new_tokens=20))
+        prompt = torch.cat([first[:, : cache.get_seq_length()], tokens(5, seed=8)], dim=1)
+        outputs.append(generate(each, prompt, past_key_values=cache, max_new_tokens=10))
     assert_same(*outputs)
 
 
@@ -196,12 +196,12 @@ def test_generate_continues_a_cache_that_serves_it(model):
 def test_generate_refuses_a_cache_that_does_not_serve_it(model, prompt):
     """Refuse at the first token, before anything is generated, and not on the way."""
     admit(model)
-    cache, ids = DynamicCache(config=model.config), tokens(SHORT + prompt)
-    model.generate(ids[:, :SHORT], past_key_values=cache, max_new_tokens=1, do_sample=False)
-    assert cache.get_seq_length() == SHORT
+    cache, ids = DynamicCache(config=model.config), tokens(PROMPT + prompt)
+    model.generate(ids[:, :PROMPT], past_key_values=cache, max_new_tokens=1, do_sample=False)
+    assert cache.get_seq_length() == PROMPT
     with pytest.raises(ValueError, match=r"fix_length.*growth='stepped'"):
         model.generate(ids, past_key_values=cache, max_new_tokens=NEW)
-    assert cache.get_seq_length() == SHORT
+    assert cache.get_seq_length() == PROMPT
     fresh = DynamicCache(config=model.config)
     got = model.generate(ids, past_key_values=fresh, max_new_tokens=NEW)
     assert got.shape[1] == LENGTH + prompt
@@ -238,7 +238,7 @@ def test_no_key_is_rerotated(model, growth, is_rerotated):
     rope_patch.patch(model, "dynamic-yarn", growth=growth)
     model.model.register_forward_hook(lambda *_: keys.append(cache.layers[0].keys.clone()))
     generate(model, IDS, past_key_values=cache)
-    assert all(each[:, :, :SHORT].equal(keys[0]) for each in keys) != is_rerotated
+    assert all(each[:, :, :PROMPT].equal(keys[0]) for each in keys) != is_rerotated
 
 
 # -- forwards without generate ---------------------------------------------------------------------
@@ -262,13 +262,13 @@ def test_a_loop_without_generate_is_refused_where_it_outgrows_its_first_forward(
 @torch.no_grad()
 def test_fixed_length_serves_a_loop_without_generate(model):
     ids, cache = tokens(LENGTH), DynamicCache(config=model.config)
-    expected = step_by_step(static_twin(model, LENGTH), ids, SHORT)
+    expected = step_by_step(static_twin(model, LENGTH), ids, PROMPT)
     handle = admit(model)
     handle.fix_length(LENGTH)
-    assert step_by_step(model, ids, SHORT).equal(expected)
-    model(ids[:, :SHORT], past_key_values=cache)
+    assert step_by_step(model, ids, PROMPT).equal(expected)
+    model(ids[:, :PROMPT], past_key_values=cache)
     handle.fix_length(None)  # the cache keeps its factor
-    assert step_by_step(model, ids[:, SHORT:], 1, cache).equal(expected[:, SHORT:])
+    assert step_by_step(model, ids[:, PROMPT:], 1, cache).equal(expected[:, PROMPT:])
     handle.fix_length(4 * LENGTH)
     with pytest.raises(ValueError, match="keeps the factor"):
         model(ids[:, :1], past_key_values=cache)

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from helpers.growing_texts import LONGROPE, position_reads
+from helpers.growing_texts import LONGROPE, PROMPT, position_reads
 from helpers.mrope_reference import MRopeReference
 from helpers.reference_rerotation import exact, frequencies
 from helpers.releases import plain_transformers, prompt_lookup
@@ -39,13 +39,22 @@ ATTENTION_ONLY = [name for name in SAMPLE if not name.startswith("qwen3_5")]
 prepares_positions = pytest.mark.skipif(
     OLD_TRANSFORMERS, reason="transformers 5.0 prepares positions in other ways"
 )
-CASES = [
-    *((model_type, "dynamic-yarn") for model_type in MODEL_TYPES),
-    *((model_type, "longrope") for model_type in SAMPLE),
-    *(("qwen3_vl", f"dynamic{formula}") for formula in ("", "-linear", "-ntk-by-parts")),
-]
+
+
+def cases(quick, slow=()):
+    """Return parameters of which the first is an architecture that this release has."""
+    marked = [*((case, ()) for case in quick), *((case, pytest.mark.slow) for case in slow)]
+    return [pytest.param(*case, marks=m) for case, m in marked if case[0] in MODEL_TYPES]
+
+
+def models(*quick, of=MODEL_TYPES):
+    """Parametrize by architectures, of which those that differ in nothing tested here are slow."""
+    slow = [(name,) for name in of if name not in quick]
+    return pytest.mark.parametrize("model_type", cases([(name,) for name in quick], slow))
+
+
 BEFORE, AFTER = 40, 6  # tokens around the image
-REST = 40  # 2 growth steps from the trained length on
+REST = 26  # from 54 positions over the trained length and a growth step
 
 
 class MixedReference(MRopeReference):
@@ -87,7 +96,22 @@ def run(model, steps, cache=None):
 # -- decoding, against all keys rotated by the current frequencies at every step -------------------
 
 
-@pytest.mark.parametrize(("model_type", "method"), CASES)
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    cases(
+        [
+            *((model_type, "dynamic-yarn") for model_type in MODEL_TYPES),
+            ("qwen3_vl", "longrope"),
+            ("qwen3_vl", "dynamic"),
+        ],
+        [
+            ("qwen2_vl", "longrope"),
+            ("qwen3_5", "longrope"),
+            ("qwen3_vl", "dynamic-linear"),
+            ("qwen3_vl", "dynamic-ntk-by-parts"),
+        ],
+    ),
+)
 def test_decoding_after_an_image_matches_rotating_all_keys_afresh(model_type, method):
     model, steps = vision_model(model_type), with_image()
     plain = run(model, steps)
@@ -100,7 +124,7 @@ def test_decoding_after_an_image_matches_rotating_all_keys_afresh(model_type, me
     assert torch.equal(run(model, steps), plain)
 
 
-@pytest.mark.parametrize("model_type", SAMPLE)
+@models("qwen3_vl", of=SAMPLE)
 def test_a_second_image_into_the_cache_matches_rotating_all_keys_afresh(model_type):
     model, first, second = (
         vision_model(model_type),
@@ -122,7 +146,10 @@ def test_a_second_image_into_the_cache_matches_rotating_all_keys_afresh(model_ty
 
 @pytest.mark.parametrize(
     ("model_type", "inner"),
-    [*((name, "yarn") for name in SAMPLE), ("qwen3_vl", "linear"), ("qwen3_vl", "ntk")],
+    cases(
+        [("qwen2_vl", "yarn"), ("qwen3_vl", "yarn")],
+        [("qwen3_5", "yarn"), ("qwen3_vl", "linear"), ("qwen3_vl", "ntk")],
+    ),
 )
 def test_mixed_windows_after_an_image_match_rotating_all_keys_afresh(model_type, inner):
     model, steps = vision_model(model_type), with_image()
@@ -131,21 +158,23 @@ def test_mixed_windows_after_an_image_match_rotating_all_keys_afresh(model_type,
     assert_close(run(model, steps), truth)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@models(*SAMPLE)
 def test_text_without_position_ids_matches_rotating_all_keys_afresh(model_type):
     model, ids = vision_model(model_type), text_tokens(TRAINED + REST)
-    steps = [{"input_ids": part} for part in ids.split([40] + [1] * (ids.shape[1] - 40), 1)]
+    cuts = [PROMPT] + [1] * (ids.shape[1] - PROMPT)
+    steps = [{"input_ids": part} for part in ids.split(cuts, 1)]
     truth = MRopeReference(model, "dynamic-yarn").run(steps)
     rope_patch.patch(model, "dynamic-yarn")
     assert_close(run(model, steps), truth)
     if model_type not in SAMPLE:
         return
-    # As position_ids of one axis, and of three and the mask's.
-    at = torch.arange(ids.shape[1])[None]
+    # As position_ids of one axis, and of three and the mask's, over the trained length.
+    end = TRAINED + 4
+    at = torch.arange(end)[None]
     for positions in (at, at.expand(1, 1, -1), at.expand(3, 1, -1), at.expand(4, 1, -1)):
-        parts = positions.split([40] + [1] * (ids.shape[1] - 40), -1)
-        given = [{**s, "position_ids": p} for s, p in zip(steps, parts, strict=True)]
-        assert_close(run(model, given), truth)
+        parts = positions.split(cuts[: end - PROMPT + 1], -1)
+        given = [{**s, "position_ids": p} for s, p in zip(steps, parts, strict=False)]
+        assert_close(run(model, given), truth[:, :end])
 
 
 @pytest.mark.skipif("qwen2_vl" not in MODEL_TYPES, reason="applies sections in the attention")
@@ -159,10 +188,10 @@ def test_text_rotates_as_in_a_model_with_one_position():
     for each in (model, plain):
         rope_patch.patch(each, "dynamic-yarn", kernels="hf")
     cache = DynamicCache(config=model.config.get_text_config())
-    assert_close(step_by_step(model, ids, 40, cache), step_by_step(plain, ids, 40))
+    assert_close(step_by_step(model, ids, PROMPT, cache), step_by_step(plain, ids, PROMPT))
 
 
-@pytest.mark.parametrize("model_type", SAMPLE)
+@models("qwen2_vl", "qwen3_vl", of=SAMPLE)
 def test_chunks_that_cut_an_image_match_rotating_all_keys_afresh(model_type):
     """Chunks end within the image, and single tokens of it have three different positions."""
     model = vision_model(model_type)
@@ -172,8 +201,13 @@ def test_chunks_that_cut_an_image_match_rotating_all_keys_afresh(model_type):
     assert_close(run(model, steps), truth)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, IMAGE_TOKENS])
-@pytest.mark.parametrize("model_type", SAMPLE)
+@pytest.mark.parametrize(
+    ("model_type", "chunk"),
+    [
+        *(("qwen3_vl", chunk) for chunk in (1, 5, IMAGE_TOKENS)),
+        *((name, 5) for name in SAMPLE if name != "qwen3_vl"),
+    ],
+)
 def test_the_largest_position_of_any_axis_counts(model_type, chunk):
     """Each row and column of the image lies beyond the trained length, which time is not."""
     model, before = vision_model(model_type), TRAINED - 2
@@ -189,7 +223,7 @@ def test_the_largest_position_of_any_axis_counts(model_type, chunk):
     assert_close(run(model, steps), truth)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@models(*SAMPLE)
 def test_one_pass_has_the_frequencies_of_the_largest_position(model_type):
     model, (step,) = vision_model(model_type), at_positions([BEFORE + IMAGE_TOKENS + 2 + AFTER], 0)
     rest = {"input_ids": step["input_ids"].repeat(1, 3)}
@@ -208,12 +242,15 @@ def test_one_pass_has_the_frequencies_of_the_largest_position(model_type):
     assert_close(run(model, [rest]), truth)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("model_type", SAMPLE)
+@pytest.mark.parametrize(
+    ("model_type", "side"),  # linear attention reads padding behind a prompt
+    cases(
+        [("qwen3_vl", "left"), ("qwen3_vl", "right"), ("qwen3_5", "left")],
+        [("qwen2_vl", "left"), ("qwen2_vl", "right")],
+    ),
+)
 def test_padded_rows_decode_as_alone(model_type, side):
     """One row has an image, the other is text alone and grows at other tokens."""
-    if side == "right" and model_type.startswith("qwen3_5"):
-        pytest.skip("linear attention reads padding behind a prompt")
     model = vision_model(model_type)
     image, text = at_positions([52], 0)[0], text_tokens(44, seed=7)
     rows = [image, {"input_ids": text, "position_ids": torch.arange(44).expand(3, 1, -1)}]
@@ -272,7 +309,7 @@ def test_growth_at_admission_is_refused(model_type):
 
 
 @prepares_positions
-@pytest.mark.parametrize("model_type", SAMPLE)
+@models("qwen3_5", of=SAMPLE)
 def test_copied_and_pickled_caches_continue(model_type):
     model = vision_model(model_type)
     steps = [{"input_ids": ids} for ids in text_tokens(24, seed=5).split(1, 1)]
@@ -286,7 +323,7 @@ def test_copied_and_pickled_caches_continue(model_type):
 
 
 @prepares_positions
-@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
+@models("qwen3_vl", of=ATTENTION_ONLY)
 def test_a_cropped_cache_continues(model_type):
     model, rest = vision_model(model_type), text_tokens(24, seed=5)
     prompt = image_prompt(20, 50)
@@ -308,9 +345,9 @@ def test_a_cropped_cache_continues(model_type):
 
 @prepares_positions
 @pytest.mark.usefixtures("reset_compiler")
-@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
+@models("qwen2_vl", of=ATTENTION_ONLY)
 def test_compiled_steps_match_rotating_all_keys_afresh(model_type):
-    model = vision_model(model_type)
+    model = vision_model(model_type, num_hidden_layers=1)
     steps = [{"input_ids": ids} for ids in text_tokens(24, seed=5).split(1, 1)]
     for index, step in enumerate(steps):
         step["position_ids"] = torch.full((3, 1, 1), 58 + index)
@@ -318,7 +355,7 @@ def test_compiled_steps_match_rotating_all_keys_afresh(model_type):
     rope_patch.patch(model, "dynamic-yarn")
     cache = StaticCache(config=model.config.get_text_config(), max_cache_len=128)
     prompt = run(model, [image_prompt(44, 6)], cache)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert_close(torch.cat([prompt, run(compiled, steps, cache)], 1), truth)
     assert not counters["graph_break"]
 
@@ -342,7 +379,7 @@ def truth_of(model, inputs, **options):
 
 
 @prepares_positions
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@models(*SAMPLE)
 def test_positions_continue_from_the_largest_behind_an_image(model_type):
     model, inputs = vision_model(model_type), image_prompt(44, 6)
     with position_reads() as own_reads:
@@ -377,7 +414,7 @@ def test_a_prompt_may_end_with_an_image():
 
 
 @prepares_positions
-@pytest.mark.parametrize("model_type", SAMPLE)
+@models("qwen3_5", of=SAMPLE)
 def test_beams_match_rotating_all_keys_afresh(model_type):
     model, inputs = vision_model(model_type), image_prompt(44, 6)
     reference = MRopeReference(model, "dynamic-yarn")
@@ -388,7 +425,7 @@ def test_beams_match_rotating_all_keys_afresh(model_type):
 
 
 @prepares_positions
-@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
+@models("qwen3_vl", of=ATTENTION_ONLY)
 def test_assisted_decoding_gives_the_same_tokens(model_type):
     model, inputs = vision_model(model_type, spread=0.2), image_prompt(44, 6)
     expected = truth_of(model, inputs)[0]
@@ -412,8 +449,18 @@ def image_and_text():
 
 
 @prepares_positions
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("model_type", SAMPLE)
+@pytest.mark.parametrize(
+    ("model_type", "cache"),
+    cases(
+        [("qwen3_5", "dynamic"), ("qwen3_vl", "static")],
+        [
+            ("qwen2_vl", "dynamic"),
+            ("qwen2_vl", "static"),
+            ("qwen3_vl", "dynamic"),
+            ("qwen3_5", "static"),
+        ],
+    ),
+)
 def test_padded_rows_generate_as_alone(model_type, cache):
     model = vision_model(model_type)
     rows, batch = image_and_text()
@@ -428,7 +475,7 @@ def test_padded_rows_generate_as_alone(model_type, cache):
 
 
 @prepares_positions
-@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
+@models("qwen3_vl", of=ATTENTION_ONLY)
 def test_a_second_turn_continues_the_cache(model_type):
     """transformers passes `[1, B, S]` positions there."""
     model, first = vision_model(model_type), image_prompt(10, 4)

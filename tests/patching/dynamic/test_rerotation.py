@@ -89,7 +89,7 @@ def test_gradients_through_a_compiled_chunk(model):
     ids = tokens(2 * CHUNK)
     with rope_patch.patch(model, "dynamic-yarn"):
         expected = gradients(model, loss(chunks(model, ids)[1]))
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, backend="eager")
         got = gradients(model, loss(chunks(model, ids, compiled)[1]))
     assert_same(got, expected)
 
@@ -113,20 +113,20 @@ def rerotated(rerotation, keys, positions, old, new, changed):
 @pytest.mark.parametrize("kernels", [None, "reference"])
 @pytest.mark.parametrize(
     "layout",
-    [KeyLayout(False), KeyLayout(True), KeyLayout(False, sections=(0, 1, 2, 0))],
+    [KeyLayout(False), KeyLayout(True), KeyLayout(False, sections=(0, 1, 2))],
     ids=["halves", "neighbours", "sections"],
 )
 def test_derivatives(layout, kernels):
     """Check by finite differences: one of two rows changes, with start tokens and factors."""
     torch.manual_seed(0)
-    old, new = (torch.rand(2, 5, dtype=torch.float64) + 0.5 for _ in range(2))
-    positions, start_tokens = torch.arange(4).repeat(2, 1), 2
+    old, new = (torch.rand(2, 4, dtype=torch.float64) + 0.5 for _ in range(2))
+    positions, start_tokens = torch.arange(3).repeat(2, 1), 1
     if layout.sections is not None:
         if kernels is not None:
             pytest.skip("keys of several positions have transformers' angles")
-        positions, start_tokens = torch.randint(9, (2, 4, 3)), 0
-    rerotation = KeyRerotation({None: (0, 5)}, layout, kernels, start_tokens)
-    keys = torch.randn(2, 1, 4, 10, dtype=torch.float64, requires_grad=True)
+        positions, start_tokens = torch.randint(9, (2, 3, 3)), 0
+    rerotation = KeyRerotation({None: (0, 4)}, layout, kernels, start_tokens)
+    keys = torch.randn(2, 1, 3, 8, dtype=torch.float64, requires_grad=True)
 
     def rerotate(keys):
         return rerotated(rerotation, keys, positions, old, new, [False, True])

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.exact_rotation import DEVICE, Rotation, draw, frequencies
-from helpers.tiny_models import TRAINED, assert_close, make_model, tokens
+from helpers.tiny_models import assert_close, make_model, tokens
 from transformers import DynamicCache
 
 pytest.importorskip("triton", minversion="3.6")
@@ -97,8 +97,13 @@ MAPS = {
     "leaky-rerope": {"window": 20, "k": 4.0},
     "dpe": {"groups": [2, 4, 3, 8], "window": 9},
 }
+TRAINED = 24  # tokens, of which each takes time in an interpreter of kernels
 LENGTH = TRAINED + 6
 LAUNCHES = 9  # of one turn in plain torch
+
+
+def small_model(**changes):
+    return make_model(**{"num_hidden_layers": 1, "max_position_embeddings": TRAINED, **changes})
 
 
 @contextlib.contextmanager
@@ -133,13 +138,13 @@ def decode(model, ids, kernels, prompt_kernels="hf", **inputs):
 
 
 @pytest.mark.parametrize(
-    ("name", "length", "moving"), [*((name, LENGTH, 1) for name in MAPS), ("dca", 150, 2)]
+    ("name", "length", "moving"), [*((name, LENGTH, 1) for name in MAPS), ("dca", 60, 2)]
 )
 def test_steps_take_one_launch_a_layer_for_all_regions(name, length, moving):
     """DCA has two regions whose queries move, from the third chunk on."""
     ids, launches = tokens(length, batch=2), []
     for layers in (1, 3):  # the difference is without what all layers share
-        model = make_model(num_hidden_layers=layers)
+        model = small_model(num_hidden_layers=layers)
         rope_patch.patch(model, name, kernels="hf", **MAPS[name])
         expected, before = decode(model, ids, "hf")
         got, after = decode(model, ids, "triton")
@@ -151,7 +156,7 @@ def test_steps_take_one_launch_a_layer_for_all_regions(name, length, moving):
 
 
 def test_prompts_are_turned_as_in_plain_torch():
-    model, ids = make_model(num_hidden_layers=1), tokens(LENGTH)
+    model, ids = small_model(), tokens(LENGTH)
     rope_patch.patch(model, "self-extend", kernels="hf", **MAPS["self-extend"])
     expected, _ = decode(model, ids, "hf")
     got, _ = decode(model, ids, "triton", "triton")
@@ -159,7 +164,7 @@ def test_prompts_are_turned_as_in_plain_torch():
 
 
 def test_gradients_of_models_are_those_of_plain_torch():
-    model, ids = make_model(num_hidden_layers=1), tokens(LENGTH)
+    model, ids = small_model(), tokens(LENGTH)
     rope_patch.patch(model, "dca", kernels="hf")
     gradients = []
     for kernels in ("hf", "triton"):
@@ -171,7 +176,7 @@ def test_gradients_of_models_are_those_of_plain_torch():
 
 
 def test_padded_rows_decode_as_in_plain_torch():
-    model, ids = make_model(num_hidden_layers=1), tokens(TRAINED + 2, batch=2)
+    model, ids = small_model(), tokens(TRAINED + 2, batch=2)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     rope_patch.patch(model, "self-extend", kernels="hf", **MAPS["self-extend"])
@@ -189,7 +194,7 @@ def test_choice_of_kernels_reaches_the_maps(kernels):
     def uses_kernels(self, x):
         raise Asked(self.kernels)
 
-    model = make_model(num_hidden_layers=1)
+    model = small_model()
     rope_patch.patch(model, "rerope", kernels=kernels, window=20)
     cache = DynamicCache(config=model.config)
     with mock.patch.object(Launcher, "__call__", return_value=None), torch.no_grad():

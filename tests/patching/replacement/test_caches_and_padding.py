@@ -11,8 +11,25 @@ import rope_patch
 from rope_patch.patching import Slots, biased_mask
 
 BIASES = ["alibi", "fire", "kerple", "sandwich", "t5"]
+# Tables and biases that are computed of the same positions as others.
+ALIKE = ("integer", "normalised", "binary", "kerple", "sandwich")
 CLOSE = {"rtol": 0, "atol": 2e-5}
 STEP = 3e-3  # Llama normalizes in float32, so smaller steps drown in rounding
+
+
+def names():
+    """Parametrize by encodings, of which those that are alike are slow."""
+    params = [pytest.param(n, marks=pytest.mark.slow if n in ALIKE else ()) for n in NAMES]
+    return pytest.mark.parametrize("name", params)
+
+
+def one_each():
+    """Parametrize as `names` does, with the options that change configs."""
+    params = [
+        pytest.param(name, options, marks=pytest.mark.slow if name in ALIKE else (), id=name)
+        for name, options in ONE_EACH
+    ]
+    return pytest.mark.parametrize(("name", "options"), params)
 
 
 def left_padded(ids, count=4):
@@ -48,7 +65,7 @@ def test_cached_steps_equal_one_pass(name, options):
     torch.testing.assert_close(in_chunks(model, ids, cache), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@names()
 def test_windows_see_the_same_under_all_caches(name):
     """Mistral's layers keep six keys, so caches move their first key along."""
     model = encoded(name, {}, llama("Mistral", sliding_window=6))
@@ -78,7 +95,7 @@ def test_slots_end_at_or_behind_the_text(window):
 
 
 @pytest.mark.parametrize(("implementation", "side"), [("sdpa", "left"), ("eager", "right")])
-@pytest.mark.parametrize(("name", "options"), ONE_EACH, ids=NAMES)
+@one_each()
 def test_padding_changes_no_token(name, options, implementation, side):
     model = encoded(name, options)
     model.set_attn_implementation(implementation)
@@ -91,7 +108,7 @@ def test_padding_changes_no_token(name, options, implementation, side):
     torch.testing.assert_close(real, logits(model, ids), **CLOSE)
 
 
-@pytest.mark.parametrize(("name", "options"), ONE_EACH, ids=NAMES)
+@one_each()
 def test_left_padded_rows_in_a_cache(name, options):
     model = encoded(name, options)
     ids = tokens()
@@ -102,7 +119,7 @@ def test_left_padded_rows_in_a_cache(name, options):
         torch.testing.assert_close(got, logits(model, ids), **CLOSE)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@names()
 def test_generate_continues_as_one_pass_would(name):
     model = encoded(name, {}, max_position_embeddings=32)
     ids = tokens()
@@ -117,7 +134,7 @@ def test_generate_continues_as_one_pass_would(name):
 @pytest.mark.parametrize(
     ("dtype", "implementation"), [(torch.bfloat16, "sdpa"), (torch.float16, "eager")]
 )
-@pytest.mark.parametrize("name", NAMES)
+@names()
 def test_half_precision_is_finite_and_close(name, implementation, dtype):
     model = encoded(name, {})
     padded, mask = left_padded(tokens(count=9))
@@ -281,11 +298,17 @@ def test_no_step_waits_for_the_device(name, options, method, arguments):
 @pytest.mark.usefixtures("reset_compiler")
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("learned", None), ("sandwich", None), ("alibi", "dynamic-ntk"), ("t5", "dynamic-log-tail")],
+    [
+        ("learned", None),
+        pytest.param("sandwich", None, marks=pytest.mark.slow),
+        ("alibi", "dynamic-ntk"),
+        ("t5", "dynamic-log-tail"),
+    ],
 )
 def test_compiled_graphs_stay_whole(name, method):
     options = {"buckets": 8} if name == "t5" else {}
-    model = extended(name, options, method, {}, num_hidden_layers=2)
+    layers = 2 if name == "alibi" else 1  # of which two share a bias
+    model = extended(name, options, method, {}, num_hidden_layers=layers)
     ids, cache = tokens(), DynamicCache(config=model.config)
     expected = in_chunks(model, ids, DynamicCache(config=model.config), sizes=(12,))
     step = torch.compile(model, backend="eager", fullgraph=True)
