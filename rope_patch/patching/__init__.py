@@ -33,6 +33,7 @@ front(
     {
         "architecture.attention_source": "inspect_forward",
         "architecture.key_layout": "KeyLayout",
+        "architecture.mrope_sections": "mrope_sections",
         "architecture.probe": "reference_frequencies",
         "architecture.rotary_modules": "find_rotaries",
         "architecture.rotary_traits": "RotaryTraits",

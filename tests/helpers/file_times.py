@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-BUDGET = 300.0  # CPU seconds a file, in `make test`
+BUDGET = 150.0  # CPU seconds a file, in `make test`
 RECORD = Path(__file__).with_suffix(".json")
 SHARED = ("tests/extending/", "tests/training/")  # fixtures of the session hold a run for all files
 

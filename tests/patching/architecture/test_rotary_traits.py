@@ -29,8 +29,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 import rope_patch
-from rope_patch.patching import RotaryTraits, find_rotaries
-from rope_patch.patching.architecture.mrope_sections import mrope_sections
+from rope_patch.patching import RotaryTraits, find_rotaries, mrope_sections
 
 GEOMETRIES = {
     "llama": LlamaConfig(
