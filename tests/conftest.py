@@ -14,8 +14,8 @@ if not torch.cuda.is_available():  # Triton's kernels run on the CPU then; read 
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import transformers
-from helpers.report_results import leave_undrawn
 from helpers.triton_interpreter import hasten_interpreter
+from helpers.undrawn import leave_undrawn
 
 pytest_plugins = ["helpers.file_times"]
 

@@ -3,8 +3,8 @@
 from functools import partial
 
 import pytest
-from helpers.report_results import leave_undrawn
 from helpers.tiny_models import make_model
+from helpers.undrawn import leave_undrawn
 from language_models import METHODS, TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
