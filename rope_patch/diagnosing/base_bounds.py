@@ -13,7 +13,7 @@ _BASE_RATIO = 1.003  # between tested bases; only such steps reproduce the paper
 _MAX_BASE = 1e12
 _BLOCK = 512  # distances per block of the matrix product
 _AT_ONCE = 16  # bases tested together
-# How much a distance at which a base fails may grow, for a growth of the base by 1.
+# A base 1% above a failing one is tested at that one's distance, and up to 1% beyond it.
 _SLOPES = torch.linspace(0, 1, 9, dtype=torch.float64, device="cpu")
 
 
@@ -81,7 +81,8 @@ def base_bound(rotary_dim: int, length: int) -> float | None:
         if distance is None:
             return bases[first]
         first, near = first + 1, distance
-        # The next bases mostly fail nearby, which is seen at few distances for many at once.
+        # The next bases mostly fail nearby. A negative sum at any distance is proof, so that many
+        # bases are tested at once at few distances; only one without is tested at all of them.
         while near and first < len(bases):
             some = torch.tensor(bases[first : first + _AT_ONCE], dtype=torch.float64, device="cpu")
             stretches = torch.outer(some / bases[first - 1] - 1, _SLOPES) + 1

