@@ -1,9 +1,6 @@
 """Test that wheel and sdist have every file that the commands need, and no other."""
 
-import os
 import re
-import subprocess
-import sys
 import tarfile
 import zipfile
 from email import message_from_bytes
@@ -11,7 +8,6 @@ from email import message_from_bytes
 import pytest
 from helpers.packages import ROOT, build, copy, files
 
-TINY = str(ROOT / "tests" / "assets" / "tiny-llama")
 CODE = ("rope_patch/", "eval/", "recipes/")
 NOT_NEEDED = ("eval/results/", "recipes/experiments/")
 BESIDE = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
@@ -71,24 +67,3 @@ def test_package_page_shows_the_readme_without_dead_links(folder):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     words = re.findall(r"\w+", re.sub(r"\]\([^)]*\)", "]", readme))  # keeps the links' words
     assert len(re.findall(r"\w+", page)) > 0.9 * len(words)
-
-
-def test_eval_works_from_a_wheel(folder, tmp_path):
-    installed = tmp_path / "installed"
-    with wheel(folder / "dist") as archive:
-        archive.extractall(installed)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    code = "import rope_patch; print(rope_patch.__file__); import rope_patch.cli as c; c.main()"
-    words = ["--method", "none", "--lengths", "512", "--depths", "50", "--out", "out"]
-    result = subprocess.run(
-        [sys.executable, "-c", code, "eval", TINY, *words],
-        cwd=empty,
-        env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[0] == str(installed / "rope_patch" / "__init__.py")
-    assert (empty / "out" / "report.html").is_file()
