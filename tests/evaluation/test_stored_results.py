@@ -159,6 +159,7 @@ def test_a_run_that_uses_pieces_of_an_earlier_one_says_so_and_counts_their_time(
         assert 0 < piece["seconds"] <= first["seconds"]["total"]
         del piece["digest"]
         path.write_text(json.dumps(seal({**piece, "seconds": 1000.0})))
+    (copied / "cache" / "answers-0.jsonl").unlink()  # pieces alone
     second = evaluate(small_request(copied))["run"]
     assert not first["continued"]
     assert second["continued"]

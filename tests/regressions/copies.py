@@ -10,6 +10,16 @@ import pytest
 from regressions.defect import PROJECT
 
 _COPIED = ("rope_patch", "tests", "eval", "recipes", "docs")
+_IMPORTED = [
+    "pytest",
+    "torch",
+    "transformers.trainer",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gemma3", "llama", "qwen3")),
+    "lm_eval.api.model",
+    "peft",
+    "scipy.stats",
+    "triton.language",
+]
 _OPTIONS = ("-o", "addopts=", "-p", "no:cacheprovider", "-x", "-q")
 
 
@@ -31,7 +41,7 @@ def run_tests(folder, arguments, patience):
     The code is negative where it took longer than `patience` seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers"])
+    context.set_forkserver_preload(_IMPORTED)
     output = folder / "output.txt"
     output.unlink(missing_ok=True)
     process = context.Process(target=_run_in_child, args=(folder, arguments, output))
