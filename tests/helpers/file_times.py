@@ -1,8 +1,8 @@
 """Measure the CPU time of each file of tests, print the slowest, and fail above a budget.
 
 A plugin of pytest, which conftest.py loads. CPU time counts the processes that a test starts and
-waits for, but not those of `helpers.processes.FRESH`. It depends less on what else the machine does
-than time does, but two busy cores can double it. `--write-file-times` keeps the times in
+waits for, those of a fork server among them. It depends less on what else the machine does than
+time does, but two busy cores can double it. `--write-file-times` keeps the times in
 file_times.json; by these, quick files run first, so that most failures are known in minutes.
 `python tests/helpers/file_times.py` prints the table of docs/contributing.md from them.
 """
@@ -10,8 +10,10 @@ file_times.json; by these, quick files run first, so that most failures are know
 import json
 import os
 from collections import Counter
+from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
 import pytest
 
 BUDGET = 150.0  # CPU seconds a file, in `make test`
@@ -48,8 +50,13 @@ def _unit(node):
 
 
 def cpu_seconds():
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    times = [os.times()]
+    server = forkserver._forkserver._forkserver_pid  # which waits for its processes itself
+    if server is not None:
+        times.append(psutil.Process(server).cpu_times())
+    return sum(
+        each.user + each.system + each.children_user + each.children_system for each in times
+    )
 
 
 @pytest.hookimpl(wrapper=True)
