@@ -21,7 +21,7 @@ RECORD = Path(__file__).with_suffix(".json")
 SHARED = ("tests/extending/", "tests/training/")  # fixtures of the session hold a run for all files
 
 _seconds: Counter[str] = Counter()
-_mark = 0.0  # the process's CPU time when the last phase of a test ended
+_mark = 0.0  # the process's CPU time when the last test ended
 
 
 def pytest_addoption(parser):
@@ -59,24 +59,23 @@ def cpu_seconds():
     )
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol():
+def pytest_collection_finish():
     global _mark
     _mark = cpu_seconds()
-    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport():
     global _mark
     report = yield
-    before, _mark = _mark, cpu_seconds()
-    report.cpu_seconds = _mark - before  # pytest-xdist sends it with the report
+    if report.when == "teardown":
+        before, _mark = _mark, cpu_seconds()
+        report.cpu_seconds = _mark - before  # pytest-xdist sends it with the report
     return report
 
 
 def pytest_runtest_logreport(report):
-    seconds = getattr(report, "cpu_seconds", 0.0)  # pytest-xdist reports a crash without it
+    seconds = getattr(report, "cpu_seconds", 0.0)  # it is in the last of a test's reports
     _seconds[report.nodeid.partition("::")[0]] += seconds
 
 
