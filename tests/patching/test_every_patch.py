@@ -306,15 +306,7 @@ DEFAULTS = [
 
 
 @each(DEFAULTS)
-@pytest.mark.parametrize(
-    "default",
-    [
-        torch.bfloat16,
-        pytest.param(torch.float16, marks=pytest.mark.slow),
-        torch.float64,
-        "meta",
-    ],
-)
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"])
 def test_torchs_defaults_do_not_change_the_patch(row, default, torch_defaults):
     expected, model = row.model(), with_unknown_norms(row.model())
     plain, reference = logits(model), row.patch(expected)

@@ -17,7 +17,6 @@ from helpers.tiny_models import (
     OLD_TRANSFORMERS,
     SHORT,
     SHORT_FACTOR,
-    SIZES,
     TARGET,
     TRAINED,
     assert_close,
@@ -27,6 +26,7 @@ from helpers.tiny_models import (
     make_config,
     make_model,
     make_native,
+    make_other,
     step_by_step,
     tokens,
 )
@@ -282,9 +282,7 @@ def test_nope_changes_only_full_attention_in_gemma3():
 
 
 def test_partly_rotated_heads_lose_their_rotation():
-    torch.manual_seed(0)
-    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
-    model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes)).eval()
+    model = make_other("StableLm")
     unrotated = without_rotation(model)
     rope_patch.patch(model, "nope")
     assert_close(logits(model), logits(unrotated))

@@ -15,6 +15,7 @@ from helpers.tiny_models import (
     assert_close,
     assert_differs,
     make_model,
+    make_other,
     padded,
     step_by_step,
     tokens,
@@ -275,12 +276,8 @@ def test_inductor_saves_as_little_for_transformers_code_as_for_our_operator(fami
 
 
 def deepseek():
-    config = transformers.DeepseekV3Config(
-        **{k: v for k, v in SIZES.items() if k != "head_dim"},
-        first_k_dense_replace=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16,
-        qk_rope_head_dim=16, v_head_dim=16,
-    )  # fmt: skip
-    return transformers.DeepseekV3ForCausalLM(config).eval()
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return make_other("DeepseekV3", first_k_dense_replace=2, **dict.fromkeys(names, 16))
 
 
 def qwen2_vl():

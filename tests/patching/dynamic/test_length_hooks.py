@@ -135,23 +135,6 @@ def test_patch_replaces_a_rounded_buffer_by_exact_frequencies():
 ROWS = [tokens(length, seed=length) for length in (50, 170, 84)]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(
-    ("family", "method", "options"),
-    [
-        *((family, "dynamic-yarn", {}) for family in SHAPES),
-        ("llama", "longrope", LONGROPE),
-    ],
-)
-def test_padded_rows_give_the_logits_of_single_rows(family, method, options, side):
-    model = make_model(family)
-    rope_patch.patch(model, method, **options)
-    ids, mask = padded(ROWS, side)
-    batch = forward(model, ids, attention_mask=mask)
-    for row, got, slots in zip(ROWS, batch, mask.bool(), strict=True):
-        assert_close(got[slots], forward(model, row)[0])
-
-
 @pytest.mark.parametrize(
     "family", [pytest.param(n, marks=pytest.mark.slow if n == "qwen3" else ()) for n in SHAPES]
 )

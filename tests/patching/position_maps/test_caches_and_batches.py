@@ -173,13 +173,6 @@ def test_generate_continues_as_whole_forwards_do(name, options):
     assert torch.equal(got, model.generate(tokens(60), use_cache=False, **settings))
 
 
-def test_assisted_decoding_gives_the_same_tokens():
-    model, draft = (patched("jet-long", make_generator("llama")) for _ in range(2))
-    settings = {"max_new_tokens": 20, "do_sample": False}
-    expected = model.generate(tokens(60), **settings)
-    assert torch.equal(model.generate(tokens(60), assistant_model=draft, **settings), expected)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_flow_through_mapped_attention(name):
     """Derivatives of the mapped attention agree with differences of its output."""

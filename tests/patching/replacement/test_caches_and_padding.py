@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.encoded_models import IDS, NAMES, ONE_EACH, VARIANTS, encoded, llama, logits, tokens
+from helpers.encoded_models import NAMES, ONE_EACH, encoded, llama, logits, tokens
 from helpers.no_copies import NoCopies
 from helpers.tiny_models import OLD_TRANSFORMERS
 from transformers import DynamicCache, StaticCache
@@ -53,15 +53,7 @@ def in_chunks(model, ids, cache, sizes=(5, 3), **arguments):
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        pytest.param(
-            name, options, marks=pytest.mark.slow if options or name in ALIKE else (), id=title
-        )
-        for (name, options), title in zip(VARIANTS, IDS, strict=True)
-    ],
-)
+@one_each()
 def test_cached_steps_equal_one_pass(name, options):
     model = encoded(name, options)
     ids = tokens()
@@ -198,7 +190,6 @@ def gradients(model, ids):
             for name in NAMES
         ),
         *((name, "eager") for name in ("fire", "t5")),
-        *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in BIASES[:1] + BIASES[2:4]),
     ],
 )
 def test_trained_parts_get_the_slope_of_the_loss(name, implementation):
