@@ -159,9 +159,7 @@ def test_frequencies_are_packed_once_while_they_stay(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
-@pytest.mark.parametrize(
-    "kernels", ["auto", "reference", pytest.param("triton", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kernels", ["auto", *OURS])
 def test_training_works_after_inference_mode(kernels, method):
     model = make_model("qwen3", num_hidden_layers=1)
     patch(model, kernels, method)
