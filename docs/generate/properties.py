@@ -152,10 +152,14 @@ yes no
 ```"""
 
 
-def build() -> str:
-    """Return the whole page."""
+def build(table: dict[str, dict[str, Verdict]] | None = None) -> str:
+    """Return the whole page.
+
+    Args:
+        table: What `property_table` returns, if it is known.
+    """
     setting = Setting()
-    table = property_table(setting=setting)
+    table = property_table(setting=setting) if table is None else table
     values = {
         "length": setting.length,
         "reach": setting.reach,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -16,8 +16,11 @@ def torch_defaults() -> Iterator[None]:
     `torch.set_default_dtype`, `torch.set_default_device` and any mode of the caller's.
     """
     dtype = torch.get_default_dtype()
+    device: AbstractContextManager[object] = nullcontext()
+    if torch.empty(0).device.type != "cpu":  # a device's context slows each function of torch
+        device = torch.device("cpu")
     with (
-        torch.device("cpu"),
+        device,
         torch.inference_mode(False),  # enables gradients, so no_grad follows
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),

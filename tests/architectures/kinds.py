@@ -5,7 +5,7 @@ import os
 import pytest
 from architectures_page import general
 
-LARGE = {"dots3_note_text", "hrm_text"}  # whose smallest models are still large
+LARGE = {"hrm_text"}  # whose smallest models are still large
 
 
 def kinds(rows):

@@ -60,6 +60,11 @@ _UNCHANGED = re.compile(
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}  # together twice the hidden size
 _HEADS = {"head_dim": HEAD_DIM, "num_key_value_heads": 2}
 _NEMOTRON = {"num_attention_heads": 4, **_HEADS}
+_WIDE_LATENT = {  # of layers with a window
+    **{"num_attention_heads": 8, "num_key_value_heads": 8, "v_head_dim": HEAD_DIM},
+    **{"q_lora_rank": HEAD_DIM, "kv_lora_rank": HEAD_DIM},
+    **{"head_dim": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": HEAD_DIM},
+}
 _INDEXER = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -78,10 +83,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
+    "dots3_note_text": {"per_layer_config": {1: _WIDE_LATENT}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_k": 2},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": [64, 64]},
     "granitemoehybrid": {
         **_MAMBA,
         "layer_types": ["mamba", "attention"],
@@ -131,6 +137,8 @@ for _name in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text"):
 # Fields of `_SPECIAL` with two layers of each type.
 _DEEP: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
+    "dots3_note_text": {"per_layer_config": {1: _WIDE_LATENT, 3: _WIDE_LATENT}},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": [64] * 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},

@@ -92,7 +92,7 @@ def pairs(method: str, model: Published) -> Iterator[Pair]:
     Raises:
         NotImplementedError: This version of transformers lacks the scaling.
     """
-    plain = hf_rotation.rotation(model, "default")
+    plain = _theirs("default", model, 1.0)
     length = model.trained_length
     if method == "default":
         yield Pair(ours(method, model), plain)
@@ -127,9 +127,12 @@ def _options(method: str, model: Published, factor: float) -> dict[str, Any]:
     return {"long_factor": stretches(model, factor)} if method == "longrope" else {}
 
 
+@cache  # mixed and dynamic methods, and maps, are held against the same
 def _theirs(method: str, model: Published, factor: float) -> Rotation:
     """Return transformers' rotation for a static method at a factor."""
     length = model.trained_length
+    if method == "default":
+        return hf_rotation.rotation(model, "default")
     if method == "linear":
         return hf_rotation.rotation(model, "linear", factor=factor)
     if method == "ntk":  # dynamic scaling, at the length whose factor this is

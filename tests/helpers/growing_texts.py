@@ -7,8 +7,8 @@ import torch
 
 from helpers.tiny_models import LONG_FACTOR, SHORT_FACTOR, TRAINED
 
-PROMPT = 56  # tokens, which text of up to END tokens follows, token by token
-END = 92  # stepped frequencies change after 64, 76 and 90 tokens
+PROMPT = 60  # tokens, which text of up to END tokens follows, token by token
+END = 80  # stepped frequencies change after 64 and 76 tokens
 assert PROMPT < TRAINED < END < 2 * TRAINED
 LONGROPE = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
 # Frequencies that change in steps, at every token and once.

@@ -72,6 +72,14 @@ def make_model(family: str = "llama", config: Any = None, seed: int = 0, **chang
     return getattr(transformers, MODELS[family][1])(config).eval()
 
 
+def make_other(kind: str, left_out: tuple[str, ...] = ("head_dim",), **changes: Any) -> Any:
+    """Return a random model of a kind that is in no table, of the same sizes but for some."""
+    sizes = {key: value for key, value in SIZES.items() if key not in left_out}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **changes})
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
 def make_generator(family: str, seed: int = 0) -> Any:
     """Return a model with untied weights, whose next token depends on the whole context."""
     return make_model(family, seed=seed, tie_word_embeddings=False, initializer_range=0.2)

@@ -196,11 +196,12 @@ def test_block_size_does_not_change_results(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 4])
 @pytest.mark.parametrize("required", ["q", "k", "qk", "q alone"])
 def test_gradients(required, tokens, interleaved, monkeypatch):
-    monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 7 * 2 * 6)
-    monkeypatch.setattr(cpu, "_JOINED_NUMEL", 4 * 2 * 6)
+    """Rotate both at once, one after the other, and in blocks of tokens."""
+    monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 3 * 2 * 6)
+    monkeypatch.setattr(cpu, "_JOINED_NUMEL", 3 * 6)
     q, k = heads(2, tokens, 6, 1).double(), heads(1, tokens, 6, 1, seed=1).double()
     full = [c.double() for c in full_tables(tokens, 4, interleaved=interleaved)]
     inputs = [q, None] if required == "q alone" else [q, k]

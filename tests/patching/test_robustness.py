@@ -71,7 +71,8 @@ LAYERS = {"num_hidden_layers": 1}
     ("family", "changes", "method", "options", "lengths"),
     [
         pytest.param("llama", LAYERS, "yarn", {}, (LONG,), marks=pytest.mark.slow),
-        ("llama", LAYERS, "longrope", LONGROPE, (LONG, SHORT)),
+        ("llama", LAYERS, "longrope", LONGROPE, (LONG,)),
+        pytest.param("llama", LAYERS, "longrope", LONGROPE, (LONG, SHORT), marks=pytest.mark.slow),
         pytest.param("gemma3", {}, "dynamic-yarn", {}, (LONG, SHORT), marks=pytest.mark.slow),
     ],
 )

@@ -333,7 +333,7 @@ def test_compiled_forward_is_one_graph(equal_sets):
 def test_compiled_decode_steps_match_a_full_forward():
     model, ids = patched(one_layer()), tokens(TRAINED + 2)
     step = torch.compile(model, fullgraph=True, backend="eager")
-    cache = DynamicCache(config=model.config)
+    cache = StaticCache(config=model.config, max_cache_len=TRAINED + 2)  # of one shape
     with torch.no_grad():
         model(ids[:, : TRAINED - 1], past_key_values=cache)
         for i in range(TRAINED - 1, ids.shape[1]):

@@ -56,7 +56,7 @@ def lay_out(method, reach, queries, last_query=None):
 
 def tokens_of(method, reach):
     """Return the tokens of a text far beyond the reach, as long as the map allows."""
-    return int(min(method.longest_text(reach), 5 * reach))
+    return int(min(method.longest_text(reach), 3 * reach))
 
 
 @CASE

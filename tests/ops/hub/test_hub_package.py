@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path, PurePosixPath
 from unittest import mock
 
@@ -86,26 +87,42 @@ def test_command_refuses_a_folder_with_files(tmp_path, capsys):
 # -- results ---------------------------------------------------------------------------------------
 
 
+# rope_patch's own kernels are tested in all shapes.
+QUICK = ["halves", "partial-neighbours", "one-tensor"]
+
+
 @pytest.fixture(scope="module")
-def errors(package):
-    """Return the errors of a process that has the package of a GPU and no rope_patch."""
-    command = [sys.executable, str(SCRIPT), str(package / "build" / "torch-cuda")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/")
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+def run_alone(package):
+    """Return a function that returns the errors of shapes.
+
+    They are of a process that has the package of a GPU and no rope_patch.
+    """
+
+    @cache
+    def run(*shapes):
+        command = [sys.executable, str(SCRIPT), str(package / "build" / "torch-cuda"), *shapes]
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/")
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+    return run
 
 
 @pytest.mark.parametrize("kernels", ["triton", "auto"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_agrees_with_float64(errors, shape, kernels):
-    found = errors[f"{shape} {kernels}"]
+@pytest.mark.parametrize(
+    "shape", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in SHAPES]
+)
+def test_agrees_with_float64(run_alone, shape, kernels):
+    shapes = [x for x in SHAPES if (x in QUICK) == (shape in QUICK)]
+    found = run_alone(*shapes)[f"{shape} {kernels}"]
     norms = set() if shape == "one-tensor" else {"norm-each", "norm-together"}
     assert found.keys() == {"rope", *norms}
     assert max(error for case in found.values() for error in case.values()) < 1e-6
 
 
-def test_compiled_graphs_agree_with_float64(errors):
+def test_compiled_graphs_agree_with_float64(run_alone):
+    errors = run_alone(*(x for x in SHAPES if x in QUICK))
     assert max(errors["compiled triton"]["rope"].values()) < 1e-6
 
 

@@ -242,10 +242,11 @@ MEMORY = {  # of [B, H, S, D]
 @pytest.mark.parametrize(
     ("op", "heads_dim", "name"),
     [
-        *((ROPE, heads_dim, name) for heads_dim in (1, 2) for name in MEMORY),
+        *((ROPE, 1, name) for name in MEMORY),
+        *((ROPE, 2, name) for name in ("beside a gate", "dimensions first", "repeated heads")),
         *((NORM, 1, name) for name in ("of packed q, k and v", "not aligned", "repeated heads")),
         *((ACROSS, 2, name) for name in ("every other number", "not aligned", "repeated heads")),
-        *slow(*((op, n, name) for op, n in ((NORM, 1), (ACROSS, 2)) for name in MEMORY)),
+        *slow(*((op, n, m) for op, n in ((ROPE, 2), (NORM, 1), (ACROSS, 2)) for m in MEMORY)),
     ],
     ids=lambda x: ("rope" if x is ROPE else "norm") if isinstance(x, Op) else str(x),
 )

@@ -17,7 +17,6 @@ from helpers.tiny_models import (
     OLD_TRANSFORMERS,
     SHORT,
     SHORT_FACTOR,
-    SIZES,
     TARGET,
     TRAINED,
     assert_close,
@@ -27,6 +26,7 @@ from helpers.tiny_models import (
     make_config,
     make_model,
     make_native,
+    make_other,
     step_by_step,
     tokens,
 )
@@ -102,6 +102,7 @@ OPTIONS = {
 
 # Every family with the common methods, and Llama with all options.
 CASES = [(family, name) for family in FAMILIES for name in REQUESTS]
+ALIKE = ("qwen2", "gemma", "gemma2")  # families whose rotation is Llama's
 CASES += [("llama", name) for name in OPTIONS]
 # Nested scalings without a config by hand, because transformers reads `truncate` elsewhere.
 NESTED = [("gemma3", name) for name in ("yarn-truncate", "ntk", "abf", "proportional")]
@@ -115,8 +116,10 @@ def is_broken_in_transformers(family, name):
 
 def mark(family, name):
     reason = "transformers 5.0 itself cannot build this"
-    skip = pytest.mark.skipif(is_broken_in_transformers(family, name), reason=reason)
-    return pytest.param(family, name, id=f"{family}-{name}", marks=skip)
+    marks = [pytest.mark.skipif(is_broken_in_transformers(family, name), reason=reason)]
+    if family in ALIKE and name != "yarn":
+        marks.append(pytest.mark.slow)
+    return pytest.param(family, name, id=f"{family}-{name}", marks=marks)
 
 
 def native_parameters(family, name):
@@ -279,9 +282,7 @@ def test_nope_changes_only_full_attention_in_gemma3():
 
 
 def test_partly_rotated_heads_lose_their_rotation():
-    torch.manual_seed(0)
-    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
-    model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes)).eval()
+    model = make_other("StableLm")
     unrotated = without_rotation(model)
     rope_patch.patch(model, "nope")
     assert_close(logits(model), logits(unrotated))

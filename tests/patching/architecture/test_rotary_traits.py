@@ -15,7 +15,6 @@ from helpers.tiny_models import (
     SHORT_FACTOR,
     make_model,
 )
-from helpers.vision_models import MODEL_TYPES, vision_model
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -171,14 +170,6 @@ def test_sections_of_a_quarter_of_each_head():
         )
         model = transformers.Qwen3_5ForCausalLM(config)
     assert list(sections_of(model)) == interleaved_axes([11, 11, 10])
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_sections_of_tiny_models(model_type):
-    model = vision_model(model_type)
-    rule = contiguous_axes if model_type.startswith("qwen2") else interleaved_axes
-    sections = model.config.get_text_config().rope_parameters["mrope_section"]
-    assert list(sections_of(model)) == rule(sections)
 
 
 def test_one_position_a_token_has_no_sections():

@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer
 
 import rope_patch
 
-NEW = 28  # tokens, from PROMPT over the trained length and two growth steps beyond it
+NEW = 20  # tokens, from PROMPT over the trained length and a growth step beyond it
 LENGTH = PROMPT + NEW
 IDS = tokens(PROMPT)
 STATIC = {
@@ -51,8 +51,8 @@ WAYS = {
     "sampled": ({"do_sample": True, "top_k": 20, "num_return_sequences": 2}, LENGTH),
     "prompt lookup": (prompt_lookup(4), LENGTH),
     "embeddings": ({"inputs_embeds": None}, LENGTH),
-    "max_length": ({"max_length": 80, "max_new_tokens": None}, 80),
-    "generation config": ({"max_new_tokens": None}, 80),
+    "max_length": ({"max_length": 78, "max_new_tokens": None}, 78),
+    "generation config": ({"max_new_tokens": None}, 78),
     "no length": ({"max_new_tokens": None}, TRAINED),
     "short": ({"max_new_tokens": 4}, PROMPT + 4),
     "up to the trained length": ({"max_new_tokens": TRAINED - PROMPT}, TRAINED),

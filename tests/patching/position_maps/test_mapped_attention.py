@@ -13,6 +13,7 @@ import rope_patch
 
 LENGTH = 120  # DCA has chunks of 48
 IDS = tokens(LENGTH)
+OVER_THE_TRAINED_LENGTH = [TRAINED - 3, *[1] * 6, LENGTH - TRAINED - 8]
 
 
 def gpt_oss():
@@ -57,10 +58,10 @@ def close(got, expected, atol=1e-4):
     torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
 
-def assert_reads_as(model, expected, atol=1e-4):
-    """Check a prompt at once, in chunks, and with steps over the trained length and behind it."""
+def assert_reads_as(model, expected, readings, atol=1e-4):
+    """Check a prompt at once, and in parts, after which come steps."""
     close(forward(model, IDS), expected, atol)
-    for parts in ([37, 37, 37], [TRAINED - 3, *[1] * 6, LENGTH - TRAINED - 8], [LENGTH - 4]):
+    for parts in readings:
         cache = transformers.DynamicCache(config=model.config)
         close(read_in_parts(model, IDS, parts, cache), expected, atol)
 
@@ -71,7 +72,7 @@ def test_prompts_chunks_and_steps_match_attention_written_out(name):
     expected, plain = forward(written_out(model, name), IDS), forward(model, IDS)
     assert (expected - plain).abs().max() > 1e-2
     handle = rope_patch.patch(model, name, **MAPS[name][0])
-    assert_reads_as(model, expected)
+    assert_reads_as(model, expected, [OVER_THE_TRAINED_LENGTH])
     handle.undo()
     assert torch.equal(forward(model, IDS), plain)
 
@@ -103,7 +104,7 @@ def test_float64_models_agree_to_rounding(name):
     model = use_exact_angles(MODELS["llama"]().double())
     expected = forward(written_out(model, name), IDS)
     rope_patch.patch(model, name, **MAPS[name][0])
-    assert_reads_as(model, expected, 1e-9)
+    assert_reads_as(model, expected, [[37, 37, 37], [LENGTH - 4]], 1e-9)
 
 
 @pytest.mark.parametrize("name", MAPS)

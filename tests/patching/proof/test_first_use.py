@@ -69,7 +69,11 @@ def forbid(monkeypatch):
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [*(("llama", kind) for kind in REQUESTS), ("qwen3", "dynamic"), ("gemma3", "dynamic")],
+    [
+        *(("llama", kind) for kind in REQUESTS),
+        pytest.param("qwen3", "dynamic", marks=pytest.mark.slow),
+        pytest.param("gemma3", "dynamic", marks=pytest.mark.slow),
+    ],
 )
 def test_a_passed_proof_is_remembered(family, kind, folder, monkeypatch):
     model, (method, options) = make_model(family), REQUESTS[kind]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.encoded_models import IDS, NAMES, ONE_EACH, VARIANTS, encoded, llama, logits, tokens
+from helpers.encoded_models import NAMES, ONE_EACH, encoded, llama, logits, tokens
 from helpers.no_copies import NoCopies
 from helpers.tiny_models import OLD_TRANSFORMERS
 from transformers import DynamicCache, StaticCache
@@ -53,7 +53,7 @@ def in_chunks(model, ids, cache, sizes=(5, 3), **arguments):
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
+@one_each()
 def test_cached_steps_equal_one_pass(name, options):
     model = encoded(name, options)
     ids = tokens()
@@ -184,7 +184,13 @@ def gradients(model, ids):
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [*((name, "sdpa") for name in NAMES), *((name, "eager") for name in BIASES)],
+    [
+        *(
+            pytest.param(name, "sdpa", marks=pytest.mark.slow if name in ALIKE else ())
+            for name in NAMES
+        ),
+        *((name, "eager") for name in ("fire", "t5")),
+    ],
 )
 def test_trained_parts_get_the_slope_of_the_loss(name, implementation):
     """Central differences, along each trained part's own gradient."""
@@ -217,13 +223,9 @@ def test_checkpointed_layers_give_the_same_gradients(name):
 
 
 @pytest.mark.parametrize("name", BIASES)
-def test_layers_of_one_forward_share_a_bias(name, monkeypatch):
-    model = encoded(name, {})
-    encoding, calls = model.model.position_encoding, []
-    own = type(encoding).forward
-    monkeypatch.setattr(
-        type(encoding), "forward", lambda self, span: calls.append(span) or own(self, span)
-    )
+def test_layers_of_one_forward_share_a_bias(name):
+    model, calls = encoded(name, {}), []
+    model.model.position_encoding.register_forward_hook(lambda *_: calls.append(1))
     logits(model, tokens())
     assert len(calls) == 1
     logits(model, tokens())
@@ -264,13 +266,16 @@ def test_kernels_without_biases_are_refused(name, implementation):
 
 
 EXTENDED = [
-    *[(name, options, None, {}) for name, options in ONE_EACH],
+    *[
+        pytest.param(name, options, None, {}, marks=pytest.mark.slow if name in ALIKE else ())
+        for name, options in ONE_EACH
+    ],
     ("alibi", {}, "ntk", {"factor": 4}),
     ("alibi", {}, "dynamic-ntk", {}),
-    ("alibi", {}, "dynamic-linear", {}),
-    ("t5", {"buckets": 8}, "log-tail", {"factor": 4}),
+    pytest.param("alibi", {}, "dynamic-linear", {}, marks=pytest.mark.slow),
+    pytest.param("t5", {"buckets": 8}, "log-tail", {"factor": 4}, marks=pytest.mark.slow),
     ("t5", {"buckets": 8}, "dynamic-log-tail", {}),
-    ("t5", {"buckets": 8}, "dynamic-linear", {}),
+    pytest.param("t5", {"buckets": 8}, "dynamic-linear", {}, marks=pytest.mark.slow),
     ("learned", {}, "linear", {"factor": 4}),
     ("sinusoidal", {}, "ntk", {"factor": 4}),
 ]
@@ -286,7 +291,7 @@ def extended(name, options, method, arguments, **changes):
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="models themselves fail on this device")
 @pytest.mark.parametrize(("name", "options", "method", "arguments"), EXTENDED)
 def test_no_step_waits_for_the_device(name, options, method, arguments):
-    model = extended(name, options, method, arguments).to("meta")
+    model = extended(name, options, method, arguments, num_hidden_layers=2).to("meta")
     ids = torch.zeros(2, 3, dtype=torch.long, device="meta")
     logits(model, ids)  # what a device keeps from the first forward on
     cache = DynamicCache(config=model.config)
@@ -297,20 +302,31 @@ def test_no_step_waits_for_the_device(name, options, method, arguments):
 
 @pytest.mark.usefixtures("reset_compiler")
 @pytest.mark.parametrize(
-    ("name", "method"),
+    ("name", "method", "is_step"),
     [
-        ("learned", None),
-        pytest.param("sandwich", None, marks=pytest.mark.slow),
-        ("alibi", "dynamic-ntk"),
-        ("t5", "dynamic-log-tail"),
+        ("learned", None, True),
+        ("alibi", "dynamic-ntk", True),
+        ("t5", "dynamic-log-tail", False),
+        pytest.param("learned", None, False, marks=pytest.mark.slow),
+        pytest.param("sandwich", None, True, marks=pytest.mark.slow),
+        pytest.param("sandwich", None, False, marks=pytest.mark.slow),
+        pytest.param("alibi", "dynamic-ntk", False, marks=pytest.mark.slow),
+        pytest.param("t5", "dynamic-log-tail", True, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_graphs_stay_whole(name, method):
+def test_compiled_graphs_stay_whole(name, method, is_step):
+    """Compile a prompt, or the step that follows one."""
     options = {"buckets": 8} if name == "t5" else {}
     layers = 2 if name == "alibi" else 1  # of which two share a bias
     model = extended(name, options, method, {}, num_hidden_layers=layers)
-    ids, cache = tokens(), DynamicCache(config=model.config)
-    expected = in_chunks(model, ids, DynamicCache(config=model.config), sizes=(12,))
-    step = torch.compile(model, backend="eager", fullgraph=True)
-    got = in_chunks(step, ids, cache, sizes=(12,))
+    ids, caches = tokens(), [DynamicCache(config=model.config) for _ in range(2)]
+    if is_step:
+        for cache in caches:
+            logits(model, ids[:, :-1], past_key_values=cache)
+        ids = ids[:, -1:]
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    expected, got = (
+        logits(each, ids, past_key_values=cache)
+        for each, cache in zip((model, compiled), caches, strict=True)
+    )
     torch.testing.assert_close(got, expected, **CLOSE)
