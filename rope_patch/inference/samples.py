@@ -259,18 +259,14 @@ def permuted_answers(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
         own = {sample.ids[start:stop] for start, stop in sample.answers}
         for start, stop in sample.answers:
             if others := sorted(pool[stop - start] - own):
-                text = sample.ids[:start]
-                absent = [other for other in others if not _stands_in(other, text)]
+                shifted = (sample.ids[first:start] for first in range(stop - start))
+                present = set(zip(*shifted, strict=False))  # all runs of as many tokens
+                absent = [other for other in others if other not in present]
                 ids[start:stop] = rng.choice(absent or others)
                 answers.append((start, stop))
         if answers:
             controls.append(replace(sample, ids=tuple(ids), answers=tuple(answers)))
     return controls
-
-
-def _stands_in(part: tuple[int, ...], ids: tuple[int, ...]) -> bool:
-    """Return whether some ids stand in others, next to each other."""
-    return any(ids[at : at + len(part)] == part for at, token in enumerate(ids) if token == part[0])
 
 
 def _from_labels(ids: list[int], labels: list[int], group: str) -> Sample:

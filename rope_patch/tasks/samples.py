@@ -11,7 +11,8 @@ import random
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from itertools import cycle, islice
 from typing import Any
 
 from rope_patch.tasks import chat_template, texts
@@ -99,7 +100,7 @@ class TextContext:
         rotated = words[start:] + words[:start]
         if unwanted := set(without):
             rotated = [w for w in rotated if unwanted.isdisjoint(re.findall(r"\w+", w.lower()))]
-        return lambda n: (rotated * (1 + n // len(rotated)))[:n]
+        return lambda n: rotated[:n] if n <= len(rotated) else list(islice(cycle(rotated), n))
 
 
 def build(
@@ -186,12 +187,13 @@ def build(
         )
         # All of a text's samples get the same filler, or they would not share it.
         units: int | None = None
-        for draft in drafts:
-            units = _fit_to_length(partial(prompt_tokens, draft), length, room, task, units)
+        sizes = [cache(partial(prompt_tokens, draft)) for draft in drafts]
+        for size in sizes:
+            units = _fit_to_length(size, length, room, task, units)
         assert units is not None, f"{task} drew no samples"
-        for i, draft in enumerate(drafts, start=first):
+        for i, (draft, size) in enumerate(zip(drafts, sizes, strict=True), start=first):
             row = {"id": f"{seed}/{task}/{length}/{i}", "task": task, "length": length}
-            row |= {"tokens": prompt_tokens(draft, units) + room, "depth": draft.depth}
+            row |= {"tokens": size(units) + room, "depth": draft.depth}
             row |= {"text": number, "input": draft.prompt(units), "gen_prefix": draft.prefix}
             row |= {"answers": draft.answers, "target": draft.target}
             row["target_tokens"] = _count_tokens(tokenizer, f" {draft.target}", special=False)

@@ -6,7 +6,7 @@ import runpy
 from importlib import metadata
 
 import pytest
-from helpers.commands import run_in_new_interpreter, run_in_this_process
+from helpers.commands import run_in_new_interpreter, run_in_new_process, run_in_this_process
 from helpers.evaluations import TEXT, TINY
 
 import rope_patch
@@ -54,7 +54,7 @@ def test_eval_writes_a_report_and_prints_its_path(tmp_path, monkeypatch):
 
 
 def test_a_failing_process_prints_one_error_line(tmp_path):
-    result = run_in_new_interpreter("diagnose", TINY, "--factor", "0.5", cwd=tmp_path)
+    result = run_in_new_process("diagnose", TINY, "--factor", "0.5", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: --factor must be at least 1")

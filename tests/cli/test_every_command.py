@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import run_in_this_process
 from helpers.engine_server import EngineServer
+from helpers.kept_predictions import kept_predictions
 from helpers.wrong_engines import CONFIGS, configured, plain
 
 import rope_patch
@@ -174,10 +175,17 @@ def test_the_cache_folder_is_named(named, tmp_path, monkeypatch):
 AGAINST = ("--against", TINY, *YARN)
 
 
+@pytest.fixture(scope="module")
+def kept():
+    """Share predictions among the tests that ask for YaRN."""
+    predictions = {}
+    return lambda: kept_predictions(predictions)
+
+
 @pytest.mark.parametrize(("case", "code"), [("as asked", 0), ("attention factor dropped", 1)])
-def test_verify_prints_json_and_its_exit_code_is_the_verdict(case, code):
+def test_verify_prints_json_and_its_exit_code_is_the_verdict(kept, case, code):
     parameters, expected = CONFIGS[case]
-    with EngineServer(configured("llama", parameters)).running() as url:
+    with kept(), EngineServer(configured("llama", parameters)).running() as url:
         result = run_in_this_process("verify", url, *AGAINST, "--json", "-q")
     assert result.returncode == code
     found = json.loads(result.stdout)
@@ -188,8 +196,8 @@ def test_verify_prints_json_and_its_exit_code_is_the_verdict(case, code):
     assert names == found["hypotheses"][0].keys()
 
 
-def test_text_names_the_rotation_the_margin_and_the_noise_floor():
-    with EngineServer(plain()).running() as url:
+def test_text_names_the_rotation_the_margin_and_the_noise_floor(kept):
+    with kept(), EngineServer(plain()).running() as url:
         result = run_in_this_process("verify", url, *AGAINST)
     assert result.returncode == 1
     first, second = result.stdout.splitlines()[:2]

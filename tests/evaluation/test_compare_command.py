@@ -14,7 +14,7 @@ import rope_patch
 pytestmark = pytest.mark.usefixtures("never_drawn")
 
 SMALL = ["--lengths", "352", "--samples", "2", "--profile", "quick"]
-SMALL += ["--tasks", "rp_niah_single_2_ll,perplexity,rp_short_cloze", "--text", TEXT]
+SMALL += ["--tasks", "rp_niah_single_2_ll,perplexity,rp_short_grammar", "--text", TEXT]
 
 
 def results_in(folder):

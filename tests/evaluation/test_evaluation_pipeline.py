@@ -320,7 +320,7 @@ def half_width(rows):
     return (interval.high - interval.low) / 2
 
 
-@pytest.mark.parametrize(("precision", "max_samples"), [(0.15, 500), (0.02, 12)])
+@pytest.mark.parametrize(("precision", "max_samples"), [(0.2, 500), (0.02, 12)])
 def test_samples_grow_until_intervals_are_narrow_enough(tmp_path, precision, max_samples):
     growing = {"precision": precision, "max_samples": max_samples}
     eval_request = request(tmp_path, tasks=("rp_json_kv_ll",), lengths=(336,), **growing)

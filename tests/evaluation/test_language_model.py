@@ -96,18 +96,11 @@ def force_text(llama, tokenizer, text):
     return llama.register_forward_hook(write), decode_steps
 
 
-TEXTS = [
+TEXTS = [  # test_scoring.py has more, of the rules alone
     ("no number but 3, 000 and so on and on", ["3"], tasks.first_number),
-    ("3,000 and so on and on and so forth", ["3"], tasks.first_number),
-    ("3.5 and so on and on and so forth", ["3"], tasks.first_number),
     ("3. Then came the others, one by one", ["3"], tasks.first_number),
-    ("13 and 3 and so on and on", ["3"], tasks.first_number),
-    ("seven, then 7 and so on and on", ["7"], tasks.first_number),
-    ("7 of them, not 8, and so on and on", ["8"], tasks.first_number),
     ("1234567 and 7654321 and more", ["1234567", "7654321"], tasks.all_answers),
-    ("only 1234567 and no other at all", ["1234567", "7654321"], tasks.all_answers),
     ("The Answer is PEMBERLEY of course", ["Pemberley", "Rosings"], tasks.any_answer),
-    ("something else again and again", ["Pemberley", "Rosings"], tasks.any_answer),
 ]
 
 

@@ -332,8 +332,15 @@ def requests():
             break
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("length", [TRAINED, 2 * TRAINED])
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [
+        (TRAINED, torch.float32),
+        (2 * TRAINED, torch.bfloat16),
+        pytest.param(TRAINED, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(2 * TRAINED, torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_methods_that_share_an_answer_give_the_same_bits(length, dtype):
     """Answers are shared by their key alone, so equal keys must mean equal logits."""
     by_key = {"null": [("plain", forward(make_in(dtype), tokens(length)))]}

@@ -1,6 +1,7 @@
 """Test the lm-eval commands for vLLM with lm-eval's parser, and their overrides in transformers."""
 
 import copy
+import functools
 import importlib.util
 import json
 import math
@@ -123,6 +124,7 @@ class TestCommands:
         assert set(config.model_args) - parameter_names == {"hf_overrides"}
         assert init.args.kwarg is not None
 
+    @pytest.mark.slow  # lm-eval reads all of its own tasks first
     def test_lm_eval_tasks_get_lengths_and_a_limit(self, tmp_path, monkeypatch):
         eval_request = request(
             tmp_path, methods=("none",), tasks=("niah_single_1", "arc_easy"), samples=3
@@ -137,7 +139,11 @@ class TestCommands:
     def test_users_tasks_get_their_folder(self, tmp_path, monkeypatch):
         folder = write_tasks(tmp_path / "tasks")
         eval_request = request(
-            tmp_path, tasks=("my_tag", "rp_vt_ll"), include_paths=(folder,), methods=("none",)
+            tmp_path,
+            tasks=("my_tag", "rp_vt_ll"),
+            include_paths=(folder,),
+            methods=("none",),
+            samples=3,
         )
         lines = engine_commands("vllm", eval_request)
         configs = [parse_command(line, monkeypatch) for line in lines]
@@ -145,6 +151,7 @@ class TestCommands:
         assert [c.tasks for c in own] == [["my_lists"], ["my_lists"], ["my_sums"]]
         assert [c.metadata.get("length") for c in own] == [512, 1024, None]
         assert {str(c.include_path) for c in own} == {folder}
+        assert all(c.limit == 3 and c.metadata["pretrained"] == LLAMA for c in own)
         assert len({c.output_path for c in configs}) == len(configs) == 5
 
     def test_measures_that_vllm_lacks_become_comments(self, tmp_path):
@@ -210,6 +217,20 @@ def static_methods():
     return names
 
 
+@pytest.fixture(scope="module")
+def plain():
+    """Return a function that returns a plain model, and its logits of some ids, read once."""
+    ids = torch.randint(3, 500, (1, 400), generator=torch.Generator().manual_seed(0))
+
+    @functools.cache
+    def read(asset):
+        model = AutoModelForCausalLM.from_pretrained(ASSETS / asset).eval()
+        with torch.no_grad():
+            return model, ids, model(ids).logits
+
+    return read
+
+
 class TestOverrides:
     @pytest.mark.parametrize(
         ("asset", "name"),
@@ -218,25 +239,24 @@ class TestOverrides:
             *((asset, name) for asset in MODELS for name in ("linear", "yarn", "longrope")),
         ],
     )
-    def test_overrides_give_the_same_logits_in_transformers(self, asset, name):
+    def test_overrides_give_the_same_logits_in_transformers(self, plain, asset, name):
         path = ASSETS / asset
         options = OPTIONS.get(name, {})
-        model = AutoModelForCausalLM.from_pretrained(path).eval()
-        ids = torch.randint(3, 500, (1, 400), generator=torch.Generator().manual_seed(0))
+        model, ids, before = plain(asset)
+        plan = check(model, name, factor=2.0, **options)
+        with torch.no_grad(), rope_patch.patch(model, name, factor=2.0, **options):
+            expected = model(ids).logits
+        # A config's frequencies may round differently; every method here moves some logit by more,
+        # `clipped` the least.
+        assert (before - expected).abs().max() > 0.1
         for length in (512, 1024):  # 1,024 is beyond what vLLM lets YaRN reach
             config = AutoConfig.from_pretrained(path)
-            plan = check(model, name, factor=2.0, **options)
             overrides = json.loads(json.dumps(config_overrides(config, plan, length)))
             config.update(copy.deepcopy(overrides))
             assert config.max_position_embeddings >= length
             native = AutoModelForCausalLM.from_pretrained(path, config=config).eval()
-            with torch.no_grad(), rope_patch.patch(model, name, factor=2.0, **options):
-                expected = model(ids).logits
-            # A config's frequencies may round differently; every method here moves some logit by
-            # more, `clipped` the least.
             with torch.no_grad():
                 assert (native(ids).logits - expected).abs().max() < 2e-3
-                assert (model(ids).logits - expected).abs().max() > 0.1
 
     def test_there_are_static_methods(self):
         assert {"linear", "ntk", "yarn", "longrope", "llama3", "abf"} <= set(static_methods())

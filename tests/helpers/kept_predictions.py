@@ -1,8 +1,23 @@
 """Keep the reference's predictions in tests that verify many engines against one model."""
 
 from contextlib import contextmanager
+from pathlib import Path
 
+import rope_patch
+from helpers.wrong_engines import ASSETS, FACTOR
 from rope_patch.verifying import Reference
+
+_of_requests = {}
+
+
+def verify(model_or_url, /, against=ASSETS / "tiny-llama", **arguments):
+    """Verify an engine, asked for YaRN x4 by default, by the same predictions for one request."""
+    request = {"method": "yarn", "factor": FACTOR, **arguments}
+    kept = {}
+    if isinstance(against, str | Path):
+        kept = _of_requests.setdefault(repr((str(against), request)), kept)
+    with kept_predictions(kept):
+        return rope_patch.verify(model_or_url, against=against, progress=False, **request)
 
 
 @contextmanager

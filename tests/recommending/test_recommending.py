@@ -74,7 +74,7 @@ def recommend_on_samples(model, **changes):
 
 
 WHOLE = {"samples": samples(36, 24), "search": True, "budget": 5}
-SMALL = {"samples": samples(6, 6), "most": 6}
+SMALL = {"length": 512, "samples": samples(6, 6, 512), "most": 6}
 
 
 def row(recommendation, name):
@@ -114,7 +114,15 @@ def test_a_method_that_holds_is_recommended(finished_run):
         assert "worse" in row(recommendation, name)["status"]
 
 
-@pytest.mark.parametrize("name", ["ntk", "self-extend", "jet-long", "rerope"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ntk",
+        "self-extend",
+        pytest.param("jet-long", marks=pytest.mark.slow),
+        pytest.param("rerope", marks=pytest.mark.slow),
+    ],
+)
 def test_a_row_equals_the_scores_of_the_patched_model(finished_run, model, name):
     """The reference is transformers' forward with all logits and their argmax."""
     recommendation, folder, _ = finished_run
@@ -231,7 +239,7 @@ def test_a_repeated_run_measures_nothing(finished_run, model, machine):
     "line",
     [
         pytest.param("plan/search", marks=pytest.mark.slow),
-        "search/9",
+        "search/19",
         pytest.param("long/1", marks=pytest.mark.slow),
         "last",
     ],
@@ -395,7 +403,7 @@ def test_a_failing_method_is_excluded_and_reported(model, machine, monkeypatch):
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(layer, "forward", fail_with_yarn)
-    recommendation = recommend_on_samples(model, budget=1.4, **SMALL)
+    recommendation = recommend_on_samples(model, budget=1.4, samples=samples(6, 6), most=6)
     assert row(recommendation, "yarn")["status"] == "failed: RuntimeError: no memory"
     assert row(recommendation, "dynamic-yarn")["long"] is None
     assert recommendation.outcome == "use"

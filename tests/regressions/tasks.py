@@ -118,8 +118,8 @@ DEFECTS = [
     Defect(
         "samples of one text get filler of their own lengths, and share nothing",
         "rope_patch/tasks/samples.py",
-        "            units = _fit_to_length(partial(prompt_tokens, draft), length, room, task, units)\n",
-        "            units = _fit_to_length(partial(prompt_tokens, draft), length, room, task, None)\n",
+        "            units = _fit_to_length(size, length, room, task, units)\n",
+        "            units = _fit_to_length(size, length, room, task, None)\n",
         ("tests/tasks/test_samples.py::test_samples_of_one_text_have_the_filler_of_the_longest",),
     ),
     Defect(

@@ -53,7 +53,9 @@ def test_p_is_the_larger_of_enumerated_signs_and_halls_t(texts, is_stratified):
         assert got.p_value == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("confidence", [0.95, 0.975, 1 - 0.05 / 6])
+@pytest.mark.parametrize(
+    "confidence", [0.95, pytest.param(0.975, marks=pytest.mark.slow), 1 - 0.05 / 6]
+)
 @pytest.mark.parametrize("is_stratified", [False, True])
 def test_zero_is_outside_the_interval_where_p_is_below_the_level_and_only_there(
     is_stratified, confidence
@@ -157,7 +159,7 @@ def normal(generator, count):
     ("design", "draw", "most"),
     [
         ("equal", normal, 0.03),
-        ("equal", lognormal, 0.12),
+        pytest.param("equal", lognormal, 0.12, marks=pytest.mark.slow),
         ("unequal strata", normal, 0.03),
         pytest.param("unequal strata", lognormal, 0.12, marks=pytest.mark.slow),
         ("looks", normal, 0.03),
@@ -232,7 +234,7 @@ def test_equal_texts_have_the_interval_of_their_means():
     assert (got.mean.n, got.mean.effective_n) == (30, 6)
 
 
-@pytest.mark.parametrize("texts", [2, 4, 10])
+@pytest.mark.parametrize("texts", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_intervals_cover_where_samples_of_a_text_agree(texts):
     size, generator = 5, np.random.default_rng(3)
     covered = naive = 0
@@ -318,7 +320,7 @@ def test_the_levels_of_all_looks_sum_to_the_level():
     assert statistics.look_factor(0) == 1
 
 
-@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("skewed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_looks_until_significant_keep_the_error_rate(skewed):
     """Four methods without an effect, doubled from 3 texts to 96: one is called 5 times of 100."""
     generator = np.random.default_rng(4)

@@ -105,7 +105,7 @@ def test_samples_equal_those_that_ruler_builds_from_the_same_parts(ruler, monkey
     assert {key: row[key] for key in theirs} == theirs
 
 
-@pytest.mark.parametrize("per_text", [1, 3])
+@pytest.mark.parametrize("per_text", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("task", ALL)
 def test_the_needle_is_at_its_depth_after_a_sentence(task, per_text):
     depths = (0, 35, 100)
@@ -151,7 +151,7 @@ def test_samples_of_one_text_are_the_same_up_to_the_shallower_needle(task):
 
 
 @pytest.mark.parametrize("task", ["multikey_1", "multiquery"])
-@pytest.mark.parametrize("per_text", [1, 3, 4, 5, 12])
+@pytest.mark.parametrize("per_text", [1, 4, 5, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_text_has_four_needles_however_many_samples_share_it(task, per_text):
     built = rows(task, 2048, per_text=per_text, samples=6)
     assert {len(NEEDLE.findall(haystack(row))) for row in built} == {4}

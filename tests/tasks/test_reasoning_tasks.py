@@ -167,7 +167,7 @@ def test_the_answer_is_what_a_search_of_the_listed_edges_finds(name, per_text):
         assert row["depth"] is None
 
 
-@pytest.mark.parametrize("hops", [1, 3, 4])
+@pytest.mark.parametrize("hops", [1, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_the_depth_of_the_search_may_be_given(hops):
     for row in built_tasks.rows("rp_graph_bfs", length=3000, samples=4, hops=hops):
         assert f"at a depth of exactly {hops}," in row["input"]
@@ -247,7 +247,7 @@ def test_the_label_can_be_learned_from_the_examples_alone():
     assert sum(classify(without) == without["target"] for _, without in pairs) < 10
 
 
-@pytest.mark.parametrize("classes", [8, 11, 16])
+@pytest.mark.parametrize("classes", [8, pytest.param(11, marks=pytest.mark.slow), 16])
 def test_labels_are_arbitrary_and_each_class_has_as_many_examples(classes):
     seen = set()
     for row in labelled(3000, samples=6, classes=classes):
@@ -290,7 +290,7 @@ def test_the_choice_is_among_all_labels_of_the_text():
 
 # --- Repeated replies: the dialogue is read back --------------------------------------------------
 
-each_dialogue = pytest.mark.parametrize("needles", [2, 4, 8])
+each_dialogue = pytest.mark.parametrize("needles", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 
 
 def dialogues(needles, length=6000, tokenizer="tiny", **kwargs):

@@ -15,6 +15,10 @@ from rope_patch.evaluation import evaluate
 from rope_patch.utils import FolderLock, Processes, lock_folder
 
 
+def small(folder):
+    return request(folder, controls=True, lengths=(336,))
+
+
 def shares_of_processes(items, cost, size):
     """Return the share of a list that each of `size` processes takes."""
     shares = []
@@ -62,8 +66,8 @@ def test_processes_that_cannot_meet_are_refused(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="processes are forked, which CUDA forbids")
 @pytest.mark.usefixtures("never_drawn")
 def test_two_processes_give_the_results_of_one(tmp_path):
-    eval_request = request(tmp_path / "two", controls=True)
-    expected = evaluate(request(tmp_path / "one", controls=True))
+    eval_request = small(tmp_path / "two")
+    expected = evaluate(small(tmp_path / "one"))
     results_by_rank = run_forked(lambda: evaluate(eval_request))
     for results in results_by_rank:
         assert results["perplexity"] == expected["perplexity"]
@@ -81,7 +85,7 @@ def test_two_processes_give_the_results_of_one(tmp_path):
     assert report["run"]["processes"] == 2
     assert report["retrieval"] == expected["retrieval"]  # the main process wrote it
     # One process can finish what two began.
-    repeated = evaluate(request(tmp_path / "two", controls=True))
+    repeated = evaluate(small(tmp_path / "two"))
     assert measured_numbers(repeated) == measured_numbers(expected)
     assert [key for key, _ in answer_lines(tmp_path / "two")] == keys
 

@@ -26,7 +26,7 @@ def sinks():
     return model
 
 
-@pytest.mark.parametrize("attention_factor", [1.0, 2.0])
+@pytest.mark.parametrize("attention_factor", [pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 def test_the_noise_floor_is_that_of_the_right_attention_factor(sinks, attention_factor):
     engine = make_model("gpt-oss")
     engine.load_state_dict(sinks.state_dict())

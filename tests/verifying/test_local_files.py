@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.kept_predictions import kept_predictions
+from helpers.kept_predictions import verify
 from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, TRAINED, YARN, configured
 
 import rope_patch
@@ -19,23 +19,6 @@ LONGEST = round(FACTOR * TRAINED)
 MSCALE = 1.138629436  # 1 + 0.1 ln 4
 
 
-def verify(path):
-    return rope_patch.verify(path, against=TINY, method="yarn", factor=FACTOR, progress=False)
-
-
-@pytest.fixture(scope="module")
-def predictions():
-    return {}
-
-
-@pytest.fixture
-def kept(predictions):
-    """Share predictions among the tests that verify against one model, asked for YaRN."""
-    with kept_predictions(predictions):
-        yield
-
-
-@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize(
     ("of_file", "expected"),
     [
@@ -60,10 +43,8 @@ def test_gguf_file_that_llama_cpp_rotates_otherwise_is_refused(tmp_path, monkeyp
         verify(tmp_path / "tiny.gguf")
 
 
-@pytest.mark.usefixtures("kept")
-@pytest.mark.parametrize("case", ["as asked", "factor ignored"])
-def test_folder(tmp_path, case):
-    parameters, expected = CONFIGS[case]
+def test_folder(tmp_path):
+    parameters, expected = CONFIGS["attention factor dropped"]
     configured("llama", parameters).save_pretrained(tmp_path)
     assert verify(str(tmp_path)).verdict.explains == (expected,)
 
@@ -71,7 +52,7 @@ def test_folder(tmp_path, case):
 def test_folder_that_save_wrote(tmp_path):
     model = rope_patch.load(TINY, "dynamic-yarn")
     rope_patch.save(model, tmp_path)
-    assert rope_patch.verify(tmp_path, against=TINY, method="dynamic-yarn", progress=False)
+    assert verify(tmp_path, method="dynamic-yarn", factor=None)
 
 
 def test_weights_that_mlx_quantised_are_refused(tmp_path):

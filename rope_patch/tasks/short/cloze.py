@@ -31,19 +31,20 @@ def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
         name = rng.choice(names)
         words = texts.split_words(name)
         end = rng.randrange(MAX_WORDS, len(words))
+        # Of thousands of places one serves, so what is quickly seen comes first.
+        if not words[end].endswith(_SENTENCE_ENDS) or (name, end) in seen:
+            continue
         right = _word_before_stop(words[end])
-        if not right or not words[end].endswith(_SENTENCE_ENDS) or (name, end) in seen:
+        if not right:
             continue
         passage = _from_a_sentence(words[end - MAX_WORDS : end])
-        # Words that close a phrase are of the kinds that the last word may be of.
-        others = sorted({word for word in map(_word_before_stop, passage) if word} - {right})
-        if (
-            right not in map(_without_stops, passage)
-            or len(passage) < _MIN_WORDS
-            or len(others) < 3
-        ):
+        if len(passage) < _MIN_WORDS or right not in map(_without_stops, passage):
             continue
         if not any(word.endswith(_SENTENCE_ENDS) for word in passage[-_MAX_LAST_SENTENCE:]):
+            continue
+        # Words that close a phrase are of the kinds that the last word may be of.
+        others = sorted({word for word in map(_word_before_stop, passage) if word} - {right})
+        if len(others) < 3:
             continue
         rng.shuffle(others)
         others.sort(key=lambda word: _shared_ending(word, right), reverse=True)  # same forms first

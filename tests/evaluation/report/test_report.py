@@ -255,6 +255,7 @@ def test_a_failure_leaves_an_earlier_report_untouched(small, tmp_path):
 
 
 def test_infinite_losses_and_zero_frequencies_render(small, tmp_path, request):
+    small |= {"retrieval": [], "control": [], "short": [], "harness": [], "cost": {}}
     small["perplexity"]["losses"]["none"][0][-1] = math.inf
     small["perplexity"]["losses"]["linear ×2"] = [[math.inf] * 128] * 2
     small["perplexity"]["losses"]["yarn ×2"][1][-2] = 700.0
