@@ -17,7 +17,7 @@ from typing import Any
 from rope_patch.evaluation.harness_schema import MetricRecord
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.measures import lm_eval_tasks
-from rope_patch.evaluation.measures.task_index import TaskIndex, list_tasks
+from rope_patch.evaluation.measures.task_index import TaskIndex
 from rope_patch.evaluation.results_schema import SampleRecord
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils import checksums
@@ -217,17 +217,19 @@ def _load_one(
     index: TaskIndex, name: str, length: int | None, metadata: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the task objects of a name at one length, by their names."""
+    from lm_eval.tasks import TaskManager
+
     if length is not None:
         metadata = metadata | index.length_metadata(name, length)
     if name in index.own:
         # A group may name lm-eval's tasks, too. Reading all of those takes seconds.
         lone = index.own[name].yaml_path is not None and "group" not in index.own[name].cfg
         where: dict[str, Any] = {"include_path": index.folders, "include_defaults": not lone}
-        return _load_with(list_tasks(metadata=metadata, **where), name, index.roots[name])
+        return _load_with(TaskManager(metadata=metadata, **where), name, index.roots[name])
     if length is None and "group" in (index.entry(name).cfg or {"group": name}):
-        return _load_with(list_tasks(metadata=metadata), name)  # groups reach into other folders
+        return _load_with(TaskManager(metadata=metadata), name)  # groups reach into other folders
     where = {"include_path": index.folder(name), "include_defaults": False}
-    manager = list_tasks(metadata=metadata, **where)
+    manager = TaskManager(metadata=metadata, **where)
     if length is None:
         return _load_with(manager, name)
     task_objects: dict[str, Any] = {}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rope_patch import tasks
-from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import describe_error, did_you_mean
 
 # Tasks that are made at a length, by lm-eval's folder, and how their metadata spells it. RULER puts
@@ -110,39 +108,10 @@ class TaskIndex:
 @lru_cache(maxsize=1)
 def _lm_eval_records() -> dict[str, Any]:
     """Return lm-eval's records of its own tasks, which takes seconds."""
-    records: dict[str, Any] = list_tasks().task_index
+    from lm_eval.tasks import TaskManager
+
+    records: dict[str, Any] = TaskManager().task_index
     return records
-
-
-def list_tasks(**where: Any) -> Any:
-    """Return lm-eval's TaskManager, which reads each file that others include once.
-
-    lm-eval reads them again for each file that names them: half of its 27,000 readings.
-
-    Args:
-        **where: Its arguments.
-    """
-    from lm_eval.tasks import TaskManager, _yaml_loader
-
-    read = _yaml_loader.load_yaml
-    known: dict[Path, tuple[dict[str, Any], set[Path]]] = {}
-
-    def read_included(path: Path, **options: Any) -> dict[str, Any]:
-        seen, path = options["_seen"], path.resolve()
-        if path not in known:
-            before = set(seen)
-            known[path] = read(path, **options), seen - before
-        elif known[path][1] & seen:
-            raise ValueError(f"Include cycle at {path}")  # as lm-eval has it
-        seen |= known[path][1]
-        return deepcopy(known[path][0])
-
-    swaps = UndoLog()
-    swaps.set(_yaml_loader, "load_yaml", read_included)  # what a file's includes are read by
-    try:
-        return TaskManager(**where)
-    finally:
-        swaps.undo()
 
 
 def _length_key(entry: Any) -> str | None:
