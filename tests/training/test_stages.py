@@ -149,6 +149,7 @@ def test_a_run_stopped_in_a_stage_resumes_there(recipe, stage, after, staged, tm
         assert first.stat().st_mtime_ns == written
 
 
+@pytest.mark.slow  # stopped copies resume above, and test_checkpoints.py kills runs
 @both
 def test_a_killed_run_resumes_in_its_stage(recipe, staged, tmp_path):
     folder = tmp_path / "run"
