@@ -21,6 +21,7 @@ from helpers.tiny_models import (
     LONG_FACTOR,
     SHORT,
     SHORT_FACTOR,
+    TRAINED,
     forward,
     logits,
     make_model,
@@ -102,15 +103,15 @@ def test_copies_have_independent_lengths():
     """Use the original and its copy in turn, with different lengths and caches."""
     model = make_patched("llama", "dynamic-yarn")
     twin = copy.deepcopy(model)
-    ids = tokens(LONG)
-    expected = step_by_step(model, ids, SHORT)
+    ids, prompt = tokens(TRAINED + 6), TRAINED - 4
+    expected = step_by_step(model, ids, prompt)
     rope_patch.current(twin).fix_length(LONG)
     fixed = logits(twin, SHORT)
-    assert step_by_step(model, ids, SHORT).equal(expected)
+    assert step_by_step(model, ids, prompt).equal(expected)
     rope_patch.current(model).fix_length(LONG)
     assert logits(model, SHORT).equal(fixed)
     rope_patch.current(twin).fix_length(None)
-    assert step_by_step(twin, ids, SHORT).equal(expected)
+    assert step_by_step(twin, ids, prompt).equal(expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
