@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 import rope_patch
 from rope_patch.utils import version
 
+pytestmark = pytest.mark.usefixtures("never_drawn")
 ROOT = Path(__file__).parents[1]
 ASSETS = Path("tests") / "assets"  # as the commands named it, which the files repeat
 FILES = ROOT / ASSETS / "written_by_0_1"

@@ -42,7 +42,6 @@ def is_static(name):
         return False
 
 
-QUICK = ("longrope",)  # of several sets; a marked length shows the same of YaRN
 STATIC = [name for name in frequency_methods() if name != "default" and is_static(name)]
 
 
@@ -65,18 +64,19 @@ def test_static_covers_all_static_methods():
         assert name.startswith(("dynamic", "mixed-")), name
 
 
-def slow_unless_quick(method):
-    marks = () if method in QUICK else pytest.mark.slow
-    return pytest.param("llama", method, "auto", marks=marks)
-
-
 @pytest.mark.parametrize(
     ("family", "method", "kernels"),
     [
-        *map(slow_unless_quick, STATIC),
-        pytest.param("qwen3", "yarn", "auto", marks=pytest.mark.slow),
-        pytest.param("gemma3", "yarn", "hf", marks=pytest.mark.slow),
-        ("gemma3", "yarn", "reference"),
+        ("gemma3", "longrope", "reference"),  # several sets; YaRN has a test below
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("llama", method, "auto") for method in STATIC),
+                ("qwen3", "yarn", "auto"),
+                ("gemma3", "yarn", "hf"),
+                ("gemma3", "yarn", "reference"),
+            )
+        ),
     ],
 )
 def test_static_methods_are_one_graph_for_all_lengths(family, method, kernels):

@@ -164,6 +164,10 @@ CASTS = {
     "to(dtype=float16)": lambda model: model.to(dtype=torch.float16),
     "to(cpu, float64)": lambda model: model.to("cpu", torch.float64),
 }
+ALIKE = ("half()", "to(bfloat16)")
+casts = pytest.mark.parametrize(
+    "cast", [pytest.param(c, marks=pytest.mark.slow if c in ALIKE else ()) for c in CASTS]
+)
 
 
 def cast_weights_only(family, cast):
@@ -177,7 +181,7 @@ def cast_weights_only(family, cast):
     return model
 
 
-@pytest.mark.parametrize("cast", CASTS)
+@casts
 @pytest.mark.parametrize(
     ("family", "method", "options"),
     [("llama", "yarn", {"factor": 4}), ("gemma3", "dynamic-yarn", {})],
@@ -196,7 +200,7 @@ def test_cast_before_or_after_a_patch_changes_weights_only(family, cast, method,
         assert logits(after, length).equal(expected)
 
 
-@pytest.mark.parametrize("cast", CASTS)
+@casts
 def test_far_positions_match_the_formula(cast):
     """Compare with float64; a cast buffer errs by more than a quarter of a rotation."""
     model = CASTS[cast](make_model())
