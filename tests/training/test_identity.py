@@ -121,14 +121,6 @@ def test_a_method_from_outside_is_identified_by_its_numbers(tmp_path):
     assert "frequencies was " in error
 
 
-def test_the_loop_refuses_another_recipe_too(reference_run, tmp_path):
-    folder = copy_stopped_run(reference_run("loop"), tmp_path / "run", 1)
-    before = snapshot(folder)
-    with pytest.raises(ValueError, match=r"cannot resume .*learning_rate was 0\.001, got 1e-05"):
-        run("loop", folder, resume=folder / "checkpoint-1", learning_rate=1e-5)
-    assert snapshot(folder) == before
-
-
 def test_a_second_run_in_a_folder_is_refused(interrupted):
     with FileLock(interrupted / ".lock"):
         for words in ([], ["--loop"]):
