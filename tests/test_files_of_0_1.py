@@ -1,6 +1,7 @@
 """Test that files of rope-patch 0.1 load, and that its interrupted runs resume.
 
-Uses public names and commands only, so that module names may change.
+Uses public names and commands only, but for the installed versions, so that module names may
+change.
 """
 
 import contextlib
@@ -19,7 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rope_patch
+from rope_patch.utils import version
 
+pytestmark = pytest.mark.usefixtures("never_drawn")
 ROOT = Path(__file__).parents[1]
 ASSETS = Path("tests") / "assets"  # as the commands named it, which the files repeat
 FILES = ROOT / ASSETS / "written_by_0_1"
@@ -47,12 +50,15 @@ def same_versions(monkeypatch):
     """Report the package versions of the stored runs, because answers are stored per version."""
     versions = read("eval/report.json")["run"]["versions"] | read("search/found.json")["versions"]
     python = versions.pop("python")
-    versions = {name.replace("_", "-"): version for name, version in versions.items()}
+    versions = {name.replace("_", "-"): each for name, each in versions.items()}
     installed = metadata.version
     monkeypatch.setattr(
         metadata, "version", lambda package: versions.get(package) or installed(package)
     )
     monkeypatch.setattr(platform, "python_version", lambda: python)
+    version.cache_clear()  # it asks for each package once
+    yield
+    version.cache_clear()
 
 
 def read(name):

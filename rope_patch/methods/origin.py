@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,12 @@ def _package_of(module: str) -> tuple[str | None, str | None]:
     for entry in metadata.entry_points(group="rope_patch.methods"):
         if entry.dist is not None and re.split(r"[.:]", entry.value)[0] == module:
             return entry.dist.name, entry.dist.version
-    for name in metadata.packages_distributions().get(module, ()):
+    for name in _installed_packages(tuple(sys.path)).get(module, ()):
         return name, metadata.version(name)
     return None, None
+
+
+@lru_cache(maxsize=1)  # it reads the record of every installed package, which takes a second
+def _installed_packages(path: tuple[str, ...]) -> Mapping[str, list[str]]:
+    """Return the packages installed on `sys.path` by their top-level modules."""
+    return metadata.packages_distributions()

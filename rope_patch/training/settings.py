@@ -225,12 +225,11 @@ class Settings:
 
     def values(self) -> dict[str, Any]:
         """Return every key's resolved value, None for keys without one."""
+        usable = known_keys().keys() - UNSUPPORTED_KEYS
         training = {
             key: value
             for key, value in self.training.to_dict().items()
-            if key in known_keys()
-            and key not in UNSUPPORTED_KEYS
-            and not str(value).startswith("<")
+            if key in usable and not str(value).startswith("<")
         }
         ours = (self.extension, self.data, self.objective)
         return {key: value for part in ours for key, value in asdict(part).items()} | training

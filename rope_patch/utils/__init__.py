@@ -18,5 +18,6 @@ front(
         "processes": "Processes",
         "progress": "progress_bar",
         "provenance": "config_fingerprint fingerprint",
+        "versions": "version",
     },
 )

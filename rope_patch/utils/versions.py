@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 
+@cache  # each answer parses the package's whole README, and every card and record asks
 def version(package: str) -> str:
     """Return a package's version, or "not installed", as in a bare checkout."""
     try:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 
+pytestmark = pytest.mark.usefixtures("never_drawn")
 ROOT = Path(__file__).parents[2]
 COLUMNS = [("cached", "288"), ("stale", "288"), ("change", "288")]
 

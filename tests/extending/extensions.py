@@ -6,8 +6,10 @@ import signal
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from helpers.processes import FRESH
+from helpers.undrawn import leave_undrawn
 
 import rope_patch
 from rope_patch.extending import WorkFolder
@@ -29,7 +31,9 @@ def extend_tiny(out, **changes):
         "samples": 12,
         "command": "made by a test",
     }
-    with mock.patch.multiple("rope_patch.extending.proof", _MAX_SHORT=0, _PILOT_SHORT=1):
+    short = mock.patch.multiple("rope_patch.extending.proof", _MAX_SHORT=0, _PILOT_SHORT=1)
+    with short, pytest.MonkeyPatch.context() as undrawn:
+        leave_undrawn(undrawn)
         return rope_patch.extend(TINY, out=out, **(arguments | changes))
 
 

@@ -282,6 +282,7 @@ def random_model(tmp_path_factory):
     return folder
 
 
+@pytest.mark.usefixtures("never_drawn")
 def test_where_no_method_helps_nothing_is_published_and_the_exit_code_is_3(random_model, tmp_path):
     out = tmp_path / "out"
     words = ["extend", random_model, "--to", "2x", "--budget", "1h", "--samples", "6", "--out", out]

@@ -24,6 +24,14 @@ FRESH.set_forkserver_preload(["rope_patch.training.trainer", "rope_patch.trainin
 SPAWN = multiprocessing.get_context("spawn")  # for those whose memory is measured
 
 
+def run_code(code):
+    """Run Python in a fresh process that has imported the package; fail where it fails."""
+    process = FRESH.Process(target=exec, args=(code,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
 def run_forked(job, size=2, patience=300):
     """Run a job in several forked processes of one process group.
 

@@ -28,9 +28,9 @@ METHODS = {
 
 
 # Of each kind; others differ in their formula alone.
-QUICK = [("llama", method) for method in METHODS if method not in ("nope", "rerope")]
+QUICK = [("llama", method) for method in METHODS if method not in ("none", "nope", "rerope")]
 QUICK += [("gemma3", method) for method in ("dynamic-yarn", "self-extend")]
-SLOW = [("llama", "nope"), ("llama", "rerope"), ("gemma3", "none")]
+SLOW = [("llama", "none"), ("llama", "nope"), ("llama", "rerope"), ("gemma3", "none")]
 SLOW += [("qwen3", method) for method in ("none", "dynamic-yarn", "self-extend")]
 CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow, id="-".join(case)) for case in SLOW)]
 
@@ -96,7 +96,7 @@ def read_logits(reader, ids, following=(), length=None):
     return reader.model(input_ids, past_key_values=cache, use_cache=True).logits[0]
 
 
-@pytest.mark.parametrize("length", [1, 200, 256, 257, 520])
+@pytest.mark.parametrize("length", [1, 256, 257, 330])
 def test_a_prompt_in_chunks_has_the_logits_of_one_pass(model, length):
     ids = prompt(length)
     got = read_logits(PrefixReader(model, chunk=CHUNK), ids)
@@ -131,17 +131,15 @@ def greedy_logits(reader, ids, steps):
 
 
 # Shared prefixes end within a chunk or at its end, and some prompts are prefixes of others.
-START = prompt(400, seed=3)
+START = prompt(300, seed=3)
 PROMPTS = [
-    [*START[:330], *prompt(30, seed=4)],
-    [*START[:330], *prompt(50, seed=5)],
-    [*START[:40], *prompt(100, seed=6)],
+    [*START[:290], *prompt(10, seed=4)],
+    [*START[:290], *prompt(20, seed=5)],
+    [*START[:40], *prompt(60, seed=6)],
     START[:256],
     START[:257],
-    START[:386],
     [*START[:250], *prompt(6, seed=7)],  # decoding passes the trained length
     START[:252],
-    prompt(90, seed=8),
 ]
 
 

@@ -21,6 +21,7 @@ from helpers.tiny_models import (
     LONG_FACTOR,
     SHORT,
     SHORT_FACTOR,
+    TRAINED,
     forward,
     logits,
     make_model,
@@ -102,15 +103,15 @@ def test_copies_have_independent_lengths():
     """Use the original and its copy in turn, with different lengths and caches."""
     model = make_patched("llama", "dynamic-yarn")
     twin = copy.deepcopy(model)
-    ids = tokens(LONG)
-    expected = step_by_step(model, ids, SHORT)
+    ids, prompt = tokens(TRAINED + 6), TRAINED - 4
+    expected = step_by_step(model, ids, prompt)
     rope_patch.current(twin).fix_length(LONG)
     fixed = logits(twin, SHORT)
-    assert step_by_step(model, ids, SHORT).equal(expected)
+    assert step_by_step(model, ids, prompt).equal(expected)
     rope_patch.current(model).fix_length(LONG)
     assert logits(model, SHORT).equal(fixed)
     rope_patch.current(twin).fix_length(None)
-    assert step_by_step(twin, ids, SHORT).equal(expected)
+    assert step_by_step(twin, ids, prompt).equal(expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -163,6 +164,10 @@ CASTS = {
     "to(dtype=float16)": lambda model: model.to(dtype=torch.float16),
     "to(cpu, float64)": lambda model: model.to("cpu", torch.float64),
 }
+ALIKE = ("half()", "to(bfloat16)")
+casts = pytest.mark.parametrize(
+    "cast", [pytest.param(c, marks=pytest.mark.slow if c in ALIKE else ()) for c in CASTS]
+)
 
 
 def cast_weights_only(family, cast):
@@ -176,7 +181,7 @@ def cast_weights_only(family, cast):
     return model
 
 
-@pytest.mark.parametrize("cast", CASTS)
+@casts
 @pytest.mark.parametrize(
     ("family", "method", "options"),
     [("llama", "yarn", {"factor": 4}), ("gemma3", "dynamic-yarn", {})],
@@ -195,7 +200,7 @@ def test_cast_before_or_after_a_patch_changes_weights_only(family, cast, method,
         assert logits(after, length).equal(expected)
 
 
-@pytest.mark.parametrize("cast", CASTS)
+@casts
 def test_far_positions_match_the_formula(cast):
     """Compare with float64; a cast buffer errs by more than a quarter of a rotation."""
     model = CASTS[cast](make_model())

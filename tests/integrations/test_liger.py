@@ -10,7 +10,15 @@ import logging
 import pytest
 import torch
 import transformers
-from helpers.tiny_models import LONG, SHORT, assert_close, logits, make_model, step_by_step, tokens
+from helpers.tiny_models import (
+    LONG,
+    TRAINED,
+    assert_close,
+    logits,
+    make_model,
+    step_by_step,
+    tokens,
+)
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -52,6 +60,11 @@ def liger(monkeypatch):
     return put
 
 
+def decode(model):
+    """Return the logits of steps across the trained length."""
+    return step_by_step(model, tokens(TRAINED + 6), TRAINED - 4)
+
+
 def logged_messages(caplog):
     messages = [record.getMessage() for record in caplog.records if record.name == "rope_patch"]
     return [message for message in messages if "Liger" in message]
@@ -63,11 +76,11 @@ def test_liger_after_a_patch_does_not_reach_the_model(liger, family, method, opt
     plain = logits(model)
     handle = rope_patch.patch(model, method, **options)
     expected = logits(model)
-    decoded = step_by_step(model, tokens(LONG), SHORT)
+    decoded = decode(model)
     assert not logged_messages(caplog)
     liger(family, on_a_gpu=False)
     assert logits(model).equal(expected)
-    assert step_by_step(model, tokens(LONG), SHORT).equal(decoded)
+    assert decode(model).equal(decoded)
     assert not liger.calls
     (message,) = logged_messages(caplog)  # once, at the first forward after it
     assert f"apply_rotary_pos_emb of {FILES[family].__name__}" in message
@@ -87,13 +100,13 @@ def test_liger_before_a_patch_is_logged_and_replaced(liger, family, method, opti
     reference, model = make_model(family), make_model(family)
     rope_patch.patch(reference, method, **options)
     expected = logits(reference)
-    decoded = step_by_step(reference, tokens(LONG), SHORT)
+    decoded = decode(reference)
     liger(family, on_a_gpu=False)
     handle = rope_patch.patch(model, method, **options)
     (message,) = logged_messages(caplog)
     assert "rope_patch's own" in message
     assert logits(model).equal(expected)
-    assert step_by_step(model, tokens(LONG), SHORT).equal(decoded)
+    assert decode(model).equal(decoded)
     assert not liger.calls
     assert handle.summary() == rope_patch.current(reference).summary()
     assert len(logged_messages(caplog)) == 1
@@ -105,7 +118,7 @@ def test_kernels_hf_use_ligers_rotation(liger, family, method, options, first, c
     reference, model = make_model(family), make_model(family)
     rope_patch.patch(reference, method, kernels="hf", **options)
     expected = logits(reference)
-    decoded = step_by_step(reference, tokens(LONG), SHORT)
+    decoded = decode(reference)
     if first == "liger":
         liger(family, on_a_gpu=True)
     rope_patch.patch(model, method, kernels="hf", **options)
@@ -113,7 +126,7 @@ def test_kernels_hf_use_ligers_rotation(liger, family, method, options, first, c
         assert not logged_messages(caplog)
         liger(family, on_a_gpu=True)
     assert_close(logits(model), expected)
-    assert_close(step_by_step(model, tokens(LONG), SHORT), decoded)
+    assert_close(decode(model), decoded)
     assert liger.calls
     (message,) = logged_messages(caplog)
     assert "it rotates this model now, by the frequencies of the patch" in message
@@ -129,7 +142,7 @@ def test_liger_for_another_architecture_is_not_logged(liger, caplog):
 
 def test_compiled_model_is_one_graph_with_liger(liger):
     torch._dynamo.reset()
-    model = make_model()
+    model = make_model(num_hidden_layers=1)  # faster to trace
     rope_patch.patch(model, "yarn", factor=4)
     expected = logits(model)
     liger("llama", on_a_gpu=False)

@@ -13,12 +13,19 @@ from pathlib import Path
 import pytest
 from helpers.commands import run_in_this_process
 from helpers.schema import problems
+from helpers.undrawn import leave_undrawn
 
 from rope_patch.lab import LabRecord, LabResults, write_report
 
 WORDS = ("lab", "--encodings", "none,learned", "--length", "32", "--test", "32,64")
 WORDS = (*WORDS, "--steps", "text=4,recall=1", "--processes", "1")
 SCRIPT = Path(__file__).parents[2] / "docs" / "generate" / "lab.py"
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leave the figures of later reports undrawn."""
+    leave_undrawn(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +77,7 @@ def test_the_json_is_what_the_schema_says_and_other_files_are_refused(folder, tm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_same_command_trains_nothing_again_and_more_encodings_add_to_it(folder):
     journal = folder / "cells.jsonl"
     before = journal.read_bytes()
@@ -84,6 +92,7 @@ def test_the_same_command_trains_nothing_again_and_more_encodings_add_to_it(fold
     assert journal.read_bytes().count(b"\n") == 5
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_damaged_line_of_the_journal_is_trained_again(folder):
     journal = folder / "cells.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
@@ -93,6 +102,7 @@ def test_a_damaged_line_of_the_journal_is_trained_again(folder):
     assert journal.read_bytes().count(b"\n") == len(lines) + 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_quick_leaves_what_is_named(tmp_path):
     words = ("lab", "--quick", "--tasks", "recall", "--encodings", "none", "--steps", "1")
     words = (*words, "--length", "32", "--test", "32,64", "--processes", "1", "--json")
@@ -170,6 +180,7 @@ def test_page_is_up_to_date(script):
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_published_report_is_rendered_from_its_own_json(script, tmp_path):
     results = LabResults.load(script.RESULTS / "report.json").results
     write_report(results, tmp_path)

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -67,7 +68,10 @@ def test_a_checkpoint_that_is_damaged_or_of_other_settings_is_passed_over(tmp_pa
     assert len(seen) == 7
 
 
-@pytest.mark.parametrize("encoding", ["alibi", "sinusoidal", "none"])
+@pytest.mark.parametrize(
+    "encoding",
+    ["alibi", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sinusoidal", "none"))],
+)
 def test_losses_fall_on_text(tmp_path, encoding):
     short = {"tasks": ("text",), "length": 32, "tests": (32,), "text_steps": 25}
     settings = LabSettings(encodings=(encoding,), **short)
@@ -80,11 +84,18 @@ def test_losses_fall_on_text(tmp_path, encoding):
     assert sum(score["loss"]) / 16 < first - 0.6  # held-out text, too
 
 
+def _run_with_early_checkpoints(settings, folder):
+    mock.patch("rope_patch.lab.trainer.CHECKPOINT_STEPS", 5).start()
+    run_lab(settings, folder)
+
+
 def test_a_killed_run_continues_to_the_same_results(tmp_path):
     settings = LabSettings(
-        encodings=("none",), tasks=("text",), length=32, tests=(32, 64), text_steps=60, excerpts=2
+        encodings=("none",), tasks=("text",), length=32, tests=(32, 64), text_steps=24, excerpts=2
     )
-    process = FRESH.Process(target=run_lab, args=(settings, tmp_path / "killed"))
+    process = FRESH.Process(
+        target=_run_with_early_checkpoints, args=(settings, tmp_path / "killed")
+    )
     process.start()
     (cell,) = settings.cells()
     journal = CellJournal(tmp_path / "killed")

@@ -97,12 +97,12 @@ def test_plain_transformers_rotates_as_the_saved_patch(extended):
     assert loaded.length == plain.config.max_position_embeddings == 4 * present_length(name)
 
 
-# The bound of the base, which a diagnosis has, takes seconds at half a million tokens and more.
+# The bound of the base, which a diagnosis has, takes a second at a quarter of a million tokens.
 @published
 @pytest.mark.parametrize(
     "extended",
     [
-        pytest.param(n, marks=pytest.mark.slow if 4 * present_length(n) > 2**19 else ())
+        pytest.param(n, marks=pytest.mark.slow if 4 * present_length(n) > 2**18 else ())
         for n in PUBLISHED
     ],
     indirect=True,

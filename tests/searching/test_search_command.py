@@ -61,6 +61,7 @@ def evaluate(folder, *arguments):
     return run_in_this_process(*words, "--out", folder, *arguments)
 
 
+@pytest.mark.usefixtures("never_drawn")
 def test_the_result_is_evaluated_by_its_folder(finished_run, tmp_path):
     _, folder, _ = finished_run
     run = evaluate(tmp_path, "--method", f"none,{folder}", "--factor", 2)

@@ -1,11 +1,10 @@
 """Test how `rope_parameters` of a vLLM server are read; needs no vLLM."""
 
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers.processes import run_code
 
 from rope_patch import Refused
 from rope_patch.methods import registered_methods
@@ -114,4 +113,4 @@ import sys; sys.modules['vllm'] = None
 import rope_patch, rope_patch.exporting, rope_patch.serving.vllm.plugin
 from rope_patch.serving import admitted_length, make_profiles, read_request, require_readable
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_code(code)

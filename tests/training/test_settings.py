@@ -223,7 +223,7 @@ def test_a_missing_file_is_refused_with_the_files_beside_it(recipe, tmp_path):
         (b"train_length: 0400\n", "0400 is not one number to all readers"),
         (b"train_length: 4:16\n", "4:16 is not one number to all readers"),
         (b"train_length: -0_17\n", "-0_17 is not one number"),
-        (b"data: " + b"[" * 5000, "nested too deep"),
+        (b"data: " + b"[" * 1500, "nested too deep"),
         (b"model: 2024-99-99\n", "is not YAML"),
     ],
     ids=lambda value: str(value)[:24],

@@ -13,7 +13,6 @@ from training_runs import (
     BOTH,
     RECIPES,
     TINY,
-    Child,
     curve,
     documents,
     equal_tensors,
@@ -147,17 +146,6 @@ def test_a_run_stopped_in_a_stage_resumes_there(recipe, stage, after, staged, tm
     require_same(folder, staged(recipe))
     if stage == 2:
         assert first.stat().st_mtime_ns == written
-
-
-@both
-def test_a_killed_run_resumes_in_its_stage(recipe, staged, tmp_path):
-    folder = tmp_path / "run"
-    config = recipe_file(tmp_path)
-    child = Child(recipe, folder, config=config)
-    child.kill_when((folder / "stage-2" / "checkpoint-1").exists)
-    assert not (folder / "stage-2" / "model").exists()
-    run(recipe, folder, config=config, resume="auto")
-    require_same(folder, staged(recipe))
 
 
 # LoRA and the optimizer.

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -56,11 +57,11 @@ VARIANTS = {
         "data": "novel",
         "train_length": 768,
         "packing": "best_fit",
-        "packing_window": 5,  # of the 12 rows: the checkpoints are within windows
+        "packing_window": 5,  # of the 6 rows: the checkpoint of the second step is within one
         "compression_ratio": [0.2, 0.9],
         "aggregation_share": 1.0,
         "short_share": 0.25,
-        "per_device_train_batch_size": 2,
+        "per_device_train_batch_size": 1,
     },
 }
 
@@ -84,11 +85,16 @@ def documents(folder):
     """Write fixed documents of 40 to 2,000 tokens; return their file."""
     path = folder / "documents.jsonl"
     if not path.exists():
-        random = Random(0)
-        lengths = [random.choice([40, 100, 300, 2000]) for _ in range(60)]
-        rows = [[random.randrange(10, 400) for _ in range(length)] for length in lengths]
-        path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+        path.write_text(_random_documents())
     return path
+
+
+@cache
+def _random_documents():
+    random = Random(0)
+    lengths = [random.choice([40, 100, 300, 2000]) for _ in range(60)]
+    rows = [[random.randrange(10, 400) for _ in range(length)] for length in lengths]
+    return "".join(json.dumps({"input_ids": row}) + "\n" for row in rows)
 
 
 def novel(folder):
@@ -162,18 +168,10 @@ class Hang:
     """Make the write of a checkpoint hang at a moment.
 
     Args:
-        moment: See MOMENTS.
+        moment: weights, optimizer, before the manifest, before the move or old ones go.
         checkpoint: The checkpoint's name.
         flag: A file that appears at that moment.
     """
-
-    MOMENTS = (
-        "weights",
-        "optimizer",
-        "before the manifest",
-        "before the move",
-        "old ones go",
-    )
 
     def __init__(self, moment, checkpoint, flag):
         self.moment, self.checkpoint, self.flag = moment, checkpoint, flag

@@ -116,16 +116,16 @@ def test_sizes_in_l2_and_times_with_launches_are_marked(run, tmp_path):
     results = read_results(run[1])
     case = next(c for c in results["cases"] if c["length"] == 8)
     row = next(row for row in case["rows"] if row["contender"] == "hf")
-    for l2_bytes, head in ((case["working_set"], "8, in L2"), (case["working_set"] - 1, "8")):
-        for waits in (False, True):
-            row["times"]["forward"]["with_launches"] = waits
-            report.write_all(results | {"l2_bytes": l2_bytes}, tmp_path)
-            page = (tmp_path / "bench.html").read_text()
-            table = Tables(page).found["Forward, by tokens"]
-            assert table[1][-1] == head
-            assert table[3][-1].endswith(", with launches") == waits
-            assert f"L2 cache of {l2_bytes / 1e6:.1f} MB" in page
-            assert ("in L2</text>" in page or "<!-- in L2 -->" in page) == (head != "8")
+    size = case["working_set"]
+    for l2_bytes, head, waits in ((size, "8, in L2", False), (size - 1, "8", True)):
+        row["times"]["forward"]["with_launches"] = waits
+        report.write_all(results | {"l2_bytes": l2_bytes}, tmp_path)
+        page = (tmp_path / "bench.html").read_text()
+        table = Tables(page).found["Forward, by tokens"]
+        assert table[1][-1] == head
+        assert table[3][-1].endswith(", with launches") == waits
+        assert f"L2 cache of {l2_bytes / 1e6:.1f} MB" in page
+        assert ("in L2</text>" in page or "<!-- in L2 -->" in page) == (head != "8")
     assert "in L2" not in (run[1] / "bench.html").read_text()  # the CPU's is not known
 
 

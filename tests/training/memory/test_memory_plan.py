@@ -34,7 +34,6 @@ QUICK = (
     "distilled, autocast",
     "two rows, tied",
     "LoRA, all kept",
-    "autocast",
     "masked",
     "z-loss, all logits",
 )
@@ -68,6 +67,7 @@ def assert_close(cases):
 @pytest.mark.parametrize("name", QUICK)
 def test_plans_match_the_peaks_of_short_steps(name):
     config, setup = check_memory_plan.small_cases()[name]
+    config.num_hidden_layers = min(2, config.num_hidden_layers)
     assert_close({name: (config, setup | {"length": 256})})
 
 

@@ -1,4 +1,8 @@
-"""Test how third-party launches are recorded and compared, with a stand-in for flash-attention."""
+"""Test what runs where Triton compiles: Python's time at launches, and third-party kernels.
+
+All of it runs in one process of its own, because tests interpret kernels. A stand-in for
+flash-attention is recorded and compared.
+"""
 
 import json
 import os
@@ -9,9 +13,53 @@ import pytest
 
 pytest.importorskip("triton")
 
+import triton
+
+from rope_patch.benchmarks.kernels import host_time
 from rope_patch.benchmarks.kernels.launch_code import Code
 from rope_patch.benchmarks.kernels.rival_code import OURS, format_comparison, missing
 from rope_patch.benchmarks.kernels.sass import TOOLS
+
+HAS_TOOLS = (TOOLS / "nvdisasm").is_file()
+
+COPY_KERNEL = """
+import re
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from rope_patch.benchmarks.kernels import copy_kernel
+
+signature = {"source": "*i32", "target": "*i32", "words": "i32", "BLOCK": "constexpr"}
+aligned = {(i,): [["tt.divisibility", 16]] for i in range(3)}
+source = ASTSource(copy_kernel.copy_words, signature, {(3,): copy_kernel.BLOCK}, aligned)
+target, options = GPUTarget("cuda", 90, 32), {"num_warps": copy_kernel.WARPS}
+code = triton.compile(source, target=target, options=options).asm["ptx"]
+print(*sorted(set(re.findall(r"(?:ld|st)\\.global\\S*", code))))
+"""
+
+# Three layers of Qwen 3 and of Llama: launches are counted, then everything is timed.
+CODE = """
+import json
+from dataclasses import asdict, replace
+import torch
+from rope_patch.benchmarks.kernels import host_time
+from rope_patch.benchmarks.kernels.shapes import SHAPES
+
+launches = []
+shapes = [replace(SHAPES[name], layers=3) for name in ("qwen3-8b", "llama-3-8b")]
+with torch.no_grad(), host_time.idle_driver(lambda *_: launches.append(1)):
+    for shape in shapes:
+        layers = host_time._Layers(shape)
+        layers.patch()
+        for _ in range(4):
+            layers.step()
+count = len(launches)
+times = {shape.name: host_time.measure(shape, 5) for shape in shapes}
+print(host_time.format_table(times))
+numbers = {n: {part: asdict(t) for part, t in parts.items()} for n, parts in times.items()}
+print(json.dumps([count, numbers]))
+"""
+
 
 # With a program for 256 numbers, a default, a missing tensor and a grid that depends on arguments.
 STAND_IN = """
@@ -33,7 +81,7 @@ def apply_rotary(x, cos, sin, conjugate=False):
     return x
 """
 
-SCRIPT = """
+RIVALS = """
 import json
 import sys
 from dataclasses import asdict, replace
@@ -52,30 +100,69 @@ launches = [
     for x in record_rival(rival, job)
 ]
 more = replace(rival, build=lambda problem: lambda q, k: rival.build(problem)(q + 1, k))
+refusal = None
 try:
     record_rival(more, job)
 except Unavailable as error:
-    print(error, file=sys.stderr)
+    refusal = str(error)
 comparisons = compare({"small": job}, "sm_90", folder)
-json.dump({"launches": launches, "comparisons": comparisons}, sys.stdout, default=asdict)
+result = {"launches": launches, "comparisons": comparisons, "refusal": refusal}
+print(json.dumps(result, default=asdict))
 """
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    """Record and compile in a process of its own, because tests interpret kernels."""
-    if not (TOOLS / "nvdisasm").is_file():
-        pytest.skip("this Triton comes without NVIDIA's tools")
+def lines(tmp_path_factory):
+    """Return the lines that the process prints."""
     folder = tmp_path_factory.mktemp("rivals")
     (folder / "rotary.py").write_text(STAND_IN)
     process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, folder],
+        [sys.executable, "-c", (RIVALS if HAS_TOOLS else "print()") + COPY_KERNEL + CODE, folder],
         env=os.environ | {"TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
     )
     assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout) | {"stderr": process.stderr}
+    return process.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def result(lines):
+    """Return what was recorded of third-party launches."""
+    if not HAS_TOOLS:
+        pytest.skip("this Triton comes without NVIDIA's tools")
+    return json.loads(lines[0])
+
+
+# -- Python's time ---------------------------------------------------------------------------------
+
+
+def test_copy_kernel_accesses_16_bytes_at_a_time(lines):
+    assert lines[1].split() == ["ld.global.v4.b32", "st.global.v4.b32"]
+
+
+def test_parts_add_up_and_each_layer_launches_once(lines):
+    *table, numbers = lines[2:]
+    launches, times = json.loads(numbers)
+    assert launches == 2 * 3 * 4
+    for parts in times.values():
+        best = {name: time["best"] for name, time in parts.items()}
+        whole = sum(best[name] for name in ("norms", "rotate", "op", "launcher"))
+        assert whole == pytest.approx(best["whole"])
+        assert 0 < best["op"] < best["whole"] < best["transformers"]
+    assert table[0] == "| µs a layer, best (median) | qwen3-8b | llama-3-8b |"
+    assert len(table) == 2 + 7
+
+
+def test_interpreter_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    monkeypatch.setattr(sys, "argv", ["host_time"])
+    with pytest.raises(SystemExit, match="1"):
+        host_time.main()
+    assert "TRITON_INTERPRET is set" in capsys.readouterr().err
+
+
+# -- third-party launches --------------------------------------------------------------------------
 
 
 def test_launches_are_recorded_as_they_are_chosen(result):
@@ -87,7 +174,7 @@ def test_launches_are_recorded_as_they_are_chosen(result):
 
 
 def test_kernels_that_are_not_tritons_are_refused(result):
-    assert result["stderr"].strip() == "some of its kernels are not Triton's"
+    assert result["refusal"] == "some of its kernels are not Triton's"
 
 
 def test_programs_and_warps_count(result):
