@@ -1,5 +1,6 @@
 """Run several processes on this machine: forked ones, or scripts as torchrun starts them."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -18,10 +19,24 @@ from filelock import FileLock
 TESTS = Path(__file__).parents[1]
 SCRIPTS = TESTS / "distributed"
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds to import torch
+SPAWN = multiprocessing.get_context("spawn")  # for those whose memory is measured
 # Forks from a process that has run nothing, so that no lock, thread or patch of ours goes along.
 FRESH = multiprocessing.get_context("forkserver")
 FRESH.set_forkserver_preload(["rope_patch.training.trainer", "rope_patch.training.loop"])
-SPAWN = multiprocessing.get_context("spawn")  # for those whose memory is measured
+
+
+class _Frozen(FRESH.Process):
+    """A process that leaves what was imported before out of garbage collection.
+
+    accelerate collects garbage at each training, a quarter of a short run.
+    """
+
+    def run(self):
+        gc.freeze()
+        super().run()
+
+
+FRESH.Process = _Frozen
 
 
 def run_code(code):
