@@ -65,7 +65,7 @@ test-mutants: $(VENV)/mutants
 	PYTHONPATH=tests $(BIN)/python -m regressions.mutants
 
 test-installed: $(VENV)/installed
-	$(BIN)/pytest -m installed tests/installed
+	$(BIN)/pytest -n 2 -m installed tests/installed
 
 test-engines: $(ENGINES)/weights $(ENGINES)/converter
 	$(RECORD) $(ENGINES)/bin/pytest -p recording --record $(RUNS)/engines.json -o norecursedirs=build \

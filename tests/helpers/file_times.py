@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-BUDGET = 150.0  # CPU seconds a file, in `make test`
+BUDGET = 100.0  # CPU seconds a file, in `make test`
 RECORD = Path(__file__).with_suffix(".json")
 SHARED = ("tests/extending/", "tests/training/")  # fixtures of the session hold a run for all files
 
