@@ -4,11 +4,13 @@ import multiprocessing
 import os
 import shutil
 import sys
+import traceback
 
 import pytest
 
 from regressions.defect import PROJECT
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read where the fork server imports Triton
 _COPIED = ("rope_patch", "tests", "eval", "recipes", "docs")
 _IMPORTED = [
     "pytest",
@@ -20,6 +22,7 @@ _IMPORTED = [
     "scipy.stats",
     "triton.language",
 ]
+_NOT_STARTED = 99  # pytest's own codes end at 5
 _OPTIONS = ("-o", "addopts=", "-p", "no:cacheprovider", "-x", "-q")
 
 
@@ -39,6 +42,9 @@ def run_tests(folder, arguments, patience):
 
     The process is forked from one that has imported torch and transformers, but nothing of ours.
     The code is negative where it took longer than `patience` seconds.
+
+    Raises:
+        RuntimeError: The process did not come as far as pytest, which says nothing of the tests.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
@@ -50,17 +56,23 @@ def run_tests(folder, arguments, patience):
     process.kill()
     process.join()
     text = output.read_text(encoding="utf-8") if output.exists() else ""
+    if process.exitcode == _NOT_STARTED:
+        raise RuntimeError(f"the tests could not be started:\n{text}")
     return process.exitcode, text
 
 
 def _run_in_child(folder, arguments, output):
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    os.environ |= {"PYTHONPATH": str(folder), "PYTEST_ADDOPTS": ""}
-    import rope_patch
-
-    assert rope_patch.__file__ == str(folder / "rope_patch" / "__init__.py")
-    os._exit(pytest.main([*_OPTIONS, *arguments]))
+    code = _NOT_STARTED
+    try:
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.chdir(folder)
+        ours = [name for name in sys.modules if name.partition(".")[0] == "rope_patch"]
+        assert not ours, f"imported before the copy's: {ours}"
+        sys.path.insert(0, str(folder))
+        os.environ |= {"PYTHONPATH": str(folder), "PYTEST_ADDOPTS": ""}
+        code = pytest.main([*_OPTIONS, *arguments])
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)

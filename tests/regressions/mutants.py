@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 
 from cosmic_ray import plugins
@@ -22,7 +23,6 @@ from helpers.changed import nearest_tests
 
 from regressions.copies import copy_project, run_tests
 from regressions.defect import PROJECT
-from rope_patch.statistics import wilson
 
 ROOMS = ("methods", "ops", "patching", "statistics")
 FILES = 12  # of tests for a mutant
@@ -82,9 +82,14 @@ def measure(copy, path, line, operator, occurrence):
         code, output = run_tests(copy, ["-m", QUICK, *tests], PATIENCE)
     finally:
         shutil.copyfile(PROJECT / path, copy / path)
-    # 0: all passed. 5: nothing was collected. Negative: what hangs is caught, what is slow is not.
-    outcome = {0: "survived", 5: "untested", -9: "no answer"}.get(code, "caught")
-    failure = next((part for part in output.splitlines() if part.startswith("FAILED")), None)
+    # 2: the mutant cannot be imported. 5: nothing was collected. -9: what hangs is caught, too, but
+    # what is slow is not.
+    outcomes = {0: "survived", 1: "caught", 2: "caught", 5: "untested", -9: "no answer"}
+    outcome = outcomes[code] if code >= 0 or code == -9 else "crashed"
+    failures = [part for part in output.splitlines() if part.startswith("FAILED ")]
+    test = failures[0].removeprefix("FAILED ").partition(" - ")[0] if failures else None
+    if test is not None and not passes(copy, test):
+        raise RuntimeError(f"{test} fails in the copy without a mutant, too: mend it first")
     return {
         "file": str(path),
         "line": line,
@@ -93,13 +98,22 @@ def measure(copy, path, line, operator, occurrence):
         "old": changed[0][0].strip(),
         "new": changed[0][1].strip(),
         "outcome": outcome,
-        "test": failure and failure.split(" ")[1],
+        "test": test,
         "seconds": round(time.monotonic() - start, 1),
     }
 
 
+@cache
+def passes(copy, test):
+    """Return whether a test passes in the copy as it is."""
+    code, _ = run_tests(copy, ["-m", QUICK, test], PATIENCE)
+    return code == 0
+
+
 def summary(results):
     """Return a table of the share that is caught, by room, with an interval of 95%."""
+    from rope_patch.statistics import wilson  # not above: the copy's tests import this module first
+
     rows = ["| room | mutants | caught | interval |", "|:--|--:|--:|:--|"]
     for room in (*ROOMS, ""):
         outcomes = Counter(
