@@ -15,6 +15,7 @@ from regressions.defect import PROJECT
 
 _ENTRIES = pytest.mark.parametrize("defect", CATALOGUE, ids=lambda defect: defect.title)
 _PATIENCE = 600  # seconds
+_PATIENCE_WITH_ALL = 3600
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +42,15 @@ def test_the_change_applies_and_leaves_python(defect):
 def test_titles_are_unique():
     titles = [defect.title for defect in CATALOGUE]
     assert len(set(titles)) == len(titles)
+
+
+@pytest.mark.regress
+@pytest.mark.timeout(_PATIENCE_WITH_ALL + 60)
+def test_without_a_defect_all_pass(copy):
+    """Run the tests of all entries, because one that always fails would catch everything."""
+    tests = sorted({test for defect in CATALOGUE for test in defect.tests})
+    code, output = run_tests(copy, ["-m", "", *tests], _PATIENCE_WITH_ALL)
+    assert code == 0, f"pytest ended with {code}:\n{output[-3000:]}"
 
 
 @pytest.mark.regress
