@@ -65,12 +65,18 @@ def _package_of(module: str) -> tuple[str | None, str | None]:
     for entry in metadata.entry_points(group="rope_patch.methods"):
         if entry.dist is not None and re.split(r"[.:]", entry.value)[0] == module:
             return entry.dist.name, entry.dist.version
-    for name in _installed_packages(tuple(sys.path)).get(module, ()):
+    folders = [Path(each or ".") for each in sys.path]
+    changes = tuple((str(each), each.stat().st_mtime_ns) for each in folders if each.exists())
+    for name in _installed_packages(changes).get(module, ()):
         return name, metadata.version(name)
     return None, None
 
 
 @lru_cache(maxsize=1)  # it reads the record of every installed package, which takes a second
-def _installed_packages(path: tuple[str, ...]) -> Mapping[str, list[str]]:
-    """Return the packages installed on `sys.path` by their top-level modules."""
+def _installed_packages(changes: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
+    """Return the installed packages by their top-level modules.
+
+    Args:
+        changes: The folders of `sys.path`, and when each was changed, as an installation does.
+    """
     return metadata.packages_distributions()

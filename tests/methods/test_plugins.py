@@ -36,6 +36,12 @@ def test_a_module_gives_its_methods(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     write_method(tmp_path / "outside_module_of_a_test.py")
     assert load_plugin("outside_module_of_a_test") == ["outside"]
+    assert origin_of(get_method("outside")).package is None
+    folder = tmp_path / "late-1.2.dist-info"  # installed meanwhile, as from a notebook
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1.2\n")
+    (folder / "top_level.txt").write_text("outside_module_of_a_test\n")
+    assert origin_of(get_method("outside")).package == "late"
 
 
 @pytest.mark.parametrize(

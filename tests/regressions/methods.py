@@ -230,4 +230,11 @@ DEFECTS = [
             "::test_the_longest_text_could_not_be_longer",
         ),
     ),
+    Defect(
+        "a method's package is unknown where it was installed after another was asked for",
+        f"{_FOLDER}/origin.py",
+        "    for name in _installed_packages(changes).get(module, ()):\n",
+        "    for name in _installed_packages(()).get(module, ()):\n",
+        (f"{_TESTS}/test_plugins.py::test_a_module_gives_its_methods",),
+    ),
 ]
