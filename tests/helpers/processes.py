@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,9 @@ TESTS = Path(__file__).parents[1]
 SCRIPTS = TESTS / "distributed"
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds to import torch
 SPAWN = multiprocessing.get_context("spawn")  # for those whose memory is measured
-# Forks from a process that has run nothing, so that no lock, thread or patch of ours goes along.
-FRESH = multiprocessing.get_context("forkserver")
-FRESH.set_forkserver_preload(["rope_patch.training.trainer", "rope_patch.training.loop"])
 
 
-class _Frozen(FRESH.Process):
+class _FrozenProcess(ForkServerProcess):
     """A process that leaves what was imported before out of garbage collection.
 
     accelerate collects garbage at each training, a quarter of a short run.
@@ -36,7 +34,13 @@ class _Frozen(FRESH.Process):
         super().run()
 
 
-FRESH.Process = _Frozen
+class _FreshContext(ForkServerContext):
+    Process = _FrozenProcess
+
+
+# Forks from a process that has run nothing, so that no lock, thread or patch of ours goes along.
+FRESH = _FreshContext()
+FRESH.set_forkserver_preload(["rope_patch.training.trainer", "rope_patch.training.loop"])
 
 
 def run_code(code):
