@@ -70,7 +70,9 @@ def required(name, *extras):
             continue
         seen.add(key)
         names.add(requirement.name)
-        for each in map(Requirement, distribution(requirement.name).requires or []):
+        package = distribution(requirement.name)
+        assert requirement.specifier.contains(package.version, prereleases=True), requirement
+        for each in map(Requirement, package.requires or []):
             chosen = [{"extra": extra} for extra in ("", *requirement.extras)]
             if each.marker is None or any(map(each.marker.evaluate, chosen)):
                 requirements.append(each)
