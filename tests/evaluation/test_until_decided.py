@@ -132,7 +132,7 @@ def made_up(losses, looks):
 
 def test_methods_without_an_effect_are_told_apart_in_one_run_of_twenty():
     generator, counts = np.random.default_rng(6), (9, 18, 36)
-    labels, runs, false_calls = ("none", "a", "b"), 150, 0
+    labels, runs, false_calls = ("none", "a", "b"), 300, 0
     for _ in range(runs):
         text_level = generator.normal(3, 1, counts[-1])
         losses = {label: text_level + generator.normal(0, 1, counts[-1]) for label in labels}

@@ -13,9 +13,9 @@ _of_requests = {}
 def verify(model_or_url, /, against=ASSETS / "tiny-llama", **arguments):
     """Verify an engine, asked for YaRN x4 by default, by the same predictions for one request."""
     request = {"method": "yarn", "factor": FACTOR, **arguments}
-    kept = {}
-    if isinstance(against, str | Path):
-        kept = _of_requests.setdefault(repr((str(against), request)), kept)
+    # Other folders, and models, may change between two requests.
+    is_asset = isinstance(against, Path) and against.parent == ASSETS
+    kept = _of_requests.setdefault(repr((against, request)), {}) if is_asset else {}
     with kept_predictions(kept):
         return rope_patch.verify(model_or_url, against=against, progress=False, **request)
 

@@ -112,7 +112,7 @@ def passes(copy, test):
 
 def summary(results):
     """Return a table of the share that is caught, by room, with an interval of 95%."""
-    from rope_patch.statistics import wilson  # not above: the copy's tests import this module first
+    from rope_patch.statistics import wilson  # forked processes import this module first
 
     rows = ["| room | mutants | caught | interval |", "|:--|--:|--:|:--|"]
     for room in (*ROOMS, ""):

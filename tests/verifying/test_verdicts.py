@@ -138,6 +138,7 @@ def test_checkpoint_with_a_scaling_of_its_own(tmp_path):
     assert right.verdict.explains == ("as-asked",)
     wrong = verify(configured("llama", DROPPED), tmp_path, **no_request)
     assert wrong.verdict.explains == ("no-attention-factor",)
+    assert verify(plain(), tmp_path, **no_request).verdict.explains == ("unscaled",)
 
 
 def test_saved_patch_is_what_is_asked_for(tmp_path):
@@ -145,6 +146,7 @@ def test_saved_patch_is_what_is_asked_for(tmp_path):
     with rope_patch.patch(model, "ntk", factor=FACTOR):
         rope_patch.save(model, tmp_path)
     engine = plain()
+    assert verify(engine, tmp_path, method=None, factor=None).verdict.explains == ("unscaled",)
     rope_patch.patch(engine, "ntk", factor=FACTOR)
     assert verify(engine, tmp_path, method=None, factor=None)
 
