@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample, from_labelled_tensors, samples_digest
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.journal import SharedJournal, candidate_to_dict
+from rope_patch.searching.journal import SearchJournal, candidate_to_dict
 from rope_patch.searching.loop import search_loop
 from rope_patch.searching.measure.fitness import Evaluation, Fitness
 from rope_patch.searching.model import dependency_versions, run_identity
@@ -111,12 +111,12 @@ class Case(NamedTuple):
         return json.loads(json.dumps(facts))
 
 
-def open_journal(folder: Path, fitness: Fitness, settings: dict[str, Any]) -> SharedJournal:
+def open_journal(folder: Path, fitness: Fitness, settings: dict[str, Any]) -> SearchJournal:
     """Return the journal of measurements on a set of sequences."""
     identity = run_identity(fitness.model, fitness.space) | {
         "samples": samples_digest(fitness.samples)
     }
-    return SharedJournal(
+    return SearchJournal(
         folder,
         {**settings, **identity, "versions": dependency_versions()},
         Processes(),

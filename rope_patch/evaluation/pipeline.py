@@ -30,7 +30,6 @@ from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.tasks import chat_template, short
 from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils import atomic_files, provenance
-from rope_patch.utils.folder_lock import lock_folder
 
 logger = logging.getLogger("rope_patch")
 
@@ -79,7 +78,7 @@ def _evaluate(request: EvalRequest, show: Callable[[str], object] | None) -> Run
         logger.info("questions stand in the tokenizer's chat template (--chat-template off)")
     documents, questions = PerplexityRun(session), RetrievalRun(session)
     others = _OtherMeasures(session)
-    with lock_folder(request.folder, session.processes):
+    with session.run_folder.locked(session.processes):
         if session.processes.is_main:
             log_plan(request, questions.planned(), session.trained_length)
         session.load()

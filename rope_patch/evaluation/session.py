@@ -32,9 +32,10 @@ from rope_patch.pretrained.device_map import placement
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.quantization import loading_arguments, parse_quantization, quantize
 from rope_patch.pretrained.sidecar import patch_to_restore
+from rope_patch.runs.run_folder import RunFolder
 from rope_patch.tasks import chat_template
 from rope_patch.transformers_api.models import attention_implementation
-from rope_patch.utils import atomic_files, checksums, provenance
+from rope_patch.utils import checksums, provenance
 from rope_patch.utils.atomic_files import NotWritten
 from rope_patch.utils.errors import describe_error
 from rope_patch.utils.journal import JournalFile, check_lines
@@ -43,6 +44,7 @@ from rope_patch.utils.processes import Processes
 logger = logging.getLogger("rope_patch")
 
 _FORMAT = "rope_patch.eval.piece/1"
+_CACHE = "cache"  # the folder of answers and pieces
 
 T = TypeVar("T")
 
@@ -75,6 +77,7 @@ class Session:
         model: The model; None until `load`.
         weights: The fingerprint of the weights, as they are after `quantization`.
         quantization: What the weights were quantised to; None if they are the checkpoint's.
+        run_folder: The folder of stored answers and pieces.
         geometries: By layer type.
         trained_length: Tokens.
         chat: Whether questions stand in the tokenizer's chat template.
@@ -104,6 +107,7 @@ class Session:
         self._checkpoint_dtype = getattr(config, "dtype", None)
         self.chat = chat_template.resolve(request.chat_template, tokenizer)
         self.processes = Processes()
+        self.run_folder = RunFolder(request.folder)
         self.geometries, self.trained_length = model_lengths(
             path, config, request.trained_length, request.start
         )
@@ -111,7 +115,7 @@ class Session:
         self.seconds: dict[str, float] = {}
         self.stored_seconds: dict[str, float] = {}
         self._part = ""  # what `timer` times; empty outside
-        self._pieces: set[Path] = set()  # computed in this run, or counted as an earlier one's
+        self._pieces: set[str] = set()  # keys, computed in this run or counted as an earlier one's
         self.tokens: TokenCounts = {"asked": 0, "read": 0}
         self.not_run: list[str] = []
         self.failed: list[str] = []
@@ -131,7 +135,7 @@ class Session:
         quantize(self.model, self.quantization)
         RowsGuard.install(self.model)
         self.weights = provenance.fingerprint(self.model)
-        cache, config = request.folder / "cache", provenance.config_fingerprint(self.model.config)
+        cache, config = request.folder / _CACHE, provenance.config_fingerprint(self.model.config)
         self._other_config = self.processes.run_on_main(
             lambda: find_other_config(cache, self.weights, config)
         )
@@ -190,31 +194,30 @@ class Session:
     def compute_cached(self, pieces: Sequence[CachedComputation[T]]) -> list[T]:
         """Return the values of all pieces; compute those that no earlier run left."""
         keys = [answer_key(self.identity(p.length, p.length), p.identity) for p in pieces]
-        paths = [self.request.folder / "cache" / f"piece-{key}.json" for key in keys]
-        by_path = dict(zip(paths, zip(keys, pieces, strict=True), strict=True))
-        missing: list[Path] = []
-        if self.processes.is_main:  # others may already see new files
-            missing = [path for path, (key, _) in by_path.items() if not _is_intact(path, key)]
-        missing = self.processes.broadcast(missing)
-        for path in self.processes.own_share(missing, lambda path: by_path[path][1].length):
-            key, piece = by_path[path]
+        by_key = dict(zip(keys, pieces, strict=True))
+
+        def find_missing() -> list[str]:
+            again = partial(self.run_folder.find, again="measured again", format=_FORMAT)
+            return [key for key in by_key if again(_piece_file(key), key=key) is None]
+
+        missing = self.processes.run_on_main(find_missing)  # others may already see new files
+        for key in self.processes.own_share(missing, lambda key: by_key[key].length):
             started = time.monotonic()
-            body = {"format": _FORMAT, "key": key, "value": piece.compute()}
+            body = {"format": _FORMAT, "key": key, "value": by_key[key].compute()}
             body["seconds"] = time.monotonic() - started
-            atomic_files.write_json(path, checksums.seal(body))
+            self.run_folder.write(_piece_file(key), body)
         self.processes.wait()
         stored = {
-            path: checksums.unseal(path.read_bytes(), format=_FORMAT, key=key)
-            for path, (key, _) in by_path.items()
+            key: self.run_folder.read(_piece_file(key), format=_FORMAT, key=key) for key in by_key
         }
-        new = [path for path in stored if path not in self._pieces]
-        self._add_stored(sum(stored[path].get("seconds", 0.0) for path in new))
+        new = [key for key in stored if key not in self._pieces]
+        self._add_stored(sum(stored[key].get("seconds", 0.0) for key in new))
         self._pieces.update(missing)
-        for path in stored.keys() - self._pieces:
+        for key in stored.keys() - self._pieces:
             self.continued = True
-            self._add_earlier(stored[path].get("seconds", 0.0))
+            self._add_earlier(stored[key].get("seconds", 0.0))
         self._pieces.update(stored)
-        return [stored[path]["value"] for path in paths]
+        return [stored[key]["value"] for key in keys]
 
     def _add_earlier(self, seconds: float) -> None:
         """Add the time of an earlier run's results."""
@@ -301,16 +304,8 @@ def find_other_config(folder: Path, weights: str, config: str) -> str | None:
     return None
 
 
-def _is_intact(path: Path, key: str) -> bool:
-    """Return whether a piece can be used; warn of a file that cannot."""
-    try:
-        checksums.unseal(path.read_bytes(), format=_FORMAT, key=key)
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError) as error:
-        logger.warning("%s is measured again: %s", path, error)
-        return False
-    return True
+def _piece_file(key: str) -> str:
+    return f"{_CACHE}/piece-{key}.json"
 
 
 def _label(handle: Patch | EncodingPatch | None) -> str:

@@ -16,7 +16,6 @@ front(
         "proof": "base_request decide plan_samples read_results",
         "publication": "publish write_exports",
         "request": "ExtendRequest format_duration parse_duration parse_target",
-        "wall_clock": "WallClock",
         "work_folder": "WorkFolder",
     },
 )

@@ -27,8 +27,7 @@ from rope_patch.extending.request import (
     parse_target,
 )
 from rope_patch.extending.result import NOT_SHOWN, PUBLISHED, Extended
-from rope_patch.extending.wall_clock import WallClock
-from rope_patch.extending.work_folder import CLOCK, WORK, WorkFolder
+from rope_patch.extending.work_folder import WORK, WorkFolder
 from rope_patch.inference.samples import needles_refusal
 from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.pretrained import demo
@@ -39,7 +38,6 @@ from rope_patch.recommending.budget import BudgetTooSmall
 from rope_patch.recommending.result import JSON_FILE, MARKDOWN_FILE
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, one_line
-from rope_patch.utils.folder_lock import lock_folder
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")
@@ -78,7 +76,7 @@ def run(request: ExtendRequest) -> Extended:
     atomic_files.require_writable_folder(request.out, "the extension")
     work = WorkFolder(request.out)
     work.require_same_request(request.identity())
-    with lock_folder(work.path, processes), silence_length_warnings():
+    with work.run_folder.locked(processes), silence_length_warnings():
         return _Extension(request, work, trained, length).run()
 
 
@@ -116,7 +114,7 @@ class _Extension:
         self.request, self.work = request, work
         self.trained, self.length = trained, length
         weights = _TRAINING_WEIGHTS if request.train else _WEIGHTS
-        self.clock = WallClock(work.path / CLOCK, request.budget, weights)
+        self.clock = work.run_folder.clock(request.budget, weights)
         self.steps = [step for step in STEPS if step in weights]
         title = f"{one_line(Path(request.model).name)}, {trained:,} → {length:,} tokens"
         self.page = ProgressPage(request.out, title, self.steps, self.clock, request.command)

@@ -25,10 +25,10 @@ from rope_patch.extending.candidates import Candidate
 from rope_patch.extending.request import ExtendRequest, format_duration
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_tokenizer
+from rope_patch.runs.run_folder import LOCK
 from rope_patch.statistics import least_texts
 from rope_patch.tasks import texts
 from rope_patch.utils import checksums
-from rope_patch.utils.folder_lock import LOCK
 
 logger = logging.getLogger("rope_patch")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
-from rope_patch.utils import atomic_files, checksums
+from rope_patch.runs.run_folder import CLOCK, RunFolder
+from rope_patch.utils import checksums
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.provenance import versions
 
@@ -15,7 +15,6 @@ logger = logging.getLogger("rope_patch")
 
 FORMAT = "rope_patch.extend/1"
 WORK = "work"
-CLOCK = "clock.json"
 _IDENTITY = "request.json"
 _GROWING = "budget"  # may change until a step that measures has ended
 _MEASURING = ("recommend", "train", "compare", "publish")
@@ -31,6 +30,7 @@ class WorkFolder:
     def __init__(self, out: Path) -> None:
         self.out = out
         self.path = out / WORK
+        self.run_folder = RunFolder(self.path)
 
     def require_same_request(self, identity: dict[str, Any]) -> None:
         """Write the identity of an extension, or raise unless the folder holds the same one.
@@ -42,8 +42,8 @@ class WorkFolder:
             ValueError: The folder holds something else, or an extension by other arguments. Until
                 a step that measures has ended, the budget may be another one.
         """
+        self.run_folder = RunFolder(self.path, identity)
         path = self.path / _IDENTITY
-        new = json.loads(json.dumps(identity))
         if not path.is_file():
             entries = [each for each in self.out.glob("*") if each.name != WORK]
             if entries or any(each.name != ".lock" for each in self.path.glob("*")):
@@ -51,29 +51,24 @@ class WorkFolder:
                     f"{self.out} is not empty and holds no extension ({path} is missing): expected "
                     "a new folder; give another --out"
                 )
-            body = {"format": FORMAT, "identity": new, "versions": versions()}
-            atomic_files.write_json(path, checksums.seal(body))
+            self._write_identity(versions())
             return
         try:
-            stored = checksums.unseal(path.read_bytes(), format=FORMAT)
+            stored = self.run_folder.read(_IDENTITY, format=FORMAT)
         except ValueError as error:
             raise Refused(
                 f"{path}: {error}; bring it back from a copy, or give another --out"
             ) from error
-        old = stored["identity"]
-        differences = [
-            f"{name} was {old.get(name)!r}, got {new.get(name)!r}" for name in _differing(old, new)
-        ]
-        if differences and set(_differing(old, new)) <= {_GROWING} and not self._has_results():
+        differences = self.run_folder.differences(stored["identity"])
+        if differences.keys() == {_GROWING} and not self._has_results():
             # The budget was too small for anything, and what was measured is kept in any case.
-            body = {"format": FORMAT, "identity": new, "versions": stored["versions"]}
-            atomic_files.write_json(path, checksums.seal(body))
+            self._write_identity(stored["versions"])
             (self.path / CLOCK).unlink(missing_ok=True)
         elif differences:
             raise Refused(
                 f"cannot continue {self.out}, it holds an extension by other arguments: "
-                f"{'; '.join(differences)}. Give those again, or another --out; nothing was "
-                "changed there"
+                f"{'; '.join(differences.values())}. Give those again, or another --out; nothing "
+                "was changed there"
             )
         if stored["versions"] != versions():
             logger.warning(
@@ -82,20 +77,17 @@ class WorkFolder:
                 ", ".join(f"{name} {version}" for name, version in stored["versions"].items()),
             )
 
+    def _write_identity(self, versions: dict[str, str]) -> None:
+        body = {"format": FORMAT, "identity": self.run_folder.identity, "versions": versions}
+        self.run_folder.write(_IDENTITY, body)
+
     def _has_results(self) -> bool:
         """Return whether a step that measures has ended."""
         return any((self.path / f"{step}.json").is_file() for step in _MEASURING)
 
     def read(self, step: str) -> dict[str, Any] | None:
         """Return a step's result, or None if it is missing or damaged."""
-        path = self.path / f"{step}.json"
-        try:
-            return checksums.unseal(path.read_bytes(), format=FORMAT, step=step)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            logger.warning("%s is made again: %s", path, error)
-            return None
+        return self.run_folder.find(f"{step}.json", "made again", format=FORMAT, step=step)
 
     def write(
         self, step: str, result: dict[str, Any], seconds: float, used: float
@@ -111,11 +103,5 @@ class WorkFolder:
         body = checksums.json_safe(
             {"format": FORMAT, "step": step, "seconds": seconds, "used": used, "result": result}
         )
-        atomic_files.write_json(self.path / f"{step}.json", checksums.seal(body))
-        stored = self.read(step)
-        assert stored is not None
-        return stored
-
-
-def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    return [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+        self.run_folder.write(f"{step}.json", body)
+        return self.run_folder.read(f"{step}.json")

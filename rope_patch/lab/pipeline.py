@@ -15,8 +15,8 @@ from typing import Any
 from rope_patch.lab.cell_journal import CellJournal
 from rope_patch.lab.cell_run import cell_cost, make_task, run_cell
 from rope_patch.lab.settings import RECALL, TASKS, TEXT, Cell, LabSettings
+from rope_patch.runs.run_folder import RunFolder
 from rope_patch.utils import atomic_files
-from rope_patch.utils.folder_lock import FolderLock
 from rope_patch.utils.progress import progress_bar
 from rope_patch.utils.provenance import hardware, now, versions
 
@@ -44,9 +44,7 @@ def run_lab(
     for task in dict.fromkeys(cell.task for cell in cells):
         make_task(next(cell for cell in cells if cell.task == task), settings)
     atomic_files.require_writable_folder(folder, "the lab's results")
-    lock = FolderLock(folder)
-    lock.acquire()
-    try:
+    with RunFolder(folder).locked():
         journal = CellJournal(folder)
         done = journal.read(settings)
         left = [cell for cell in cells if cell not in done]
@@ -61,8 +59,6 @@ def run_lab(
                 journal.append(record)
                 journal.checkpoint(cell).unlink(missing_ok=True)
                 done[cell] = record
-    finally:
-        lock.release()
     return {
         "run": {
             "command": command,

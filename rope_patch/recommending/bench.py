@@ -14,7 +14,7 @@ from rope_patch.recommending.sample_sets import BLOCK_SIZE
 from rope_patch.recommending.scores import Scores
 from rope_patch.recommending.variants import VariantRotation
 from rope_patch.searching.candidates import SearchSpace
-from rope_patch.searching.journal import SharedJournal
+from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.measure.fitness import Fitness
 from rope_patch.utils.processes import Processes
 
@@ -48,7 +48,7 @@ class Bench:
         space: SearchSpace,
         blocks_by_kind: Mapping[str, tuple[Callable[[int], Sequence[Sample]], int]],
         extension: Extension,
-        journal: SharedJournal,
+        journal: SearchJournal,
         clock: TimeBudget,
         processes: Processes,
         earlier: Set[str] = frozenset(),
@@ -146,7 +146,7 @@ class Bench:
         )
 
 
-def earlier_usage(journal: SharedJournal, minutes: float) -> tuple[float, frozenset[str]]:
+def earlier_usage(journal: SearchJournal, minutes: float) -> tuple[float, frozenset[str]]:
     """Return the seconds and the keys of measurements by runs with another budget.
 
     Args:

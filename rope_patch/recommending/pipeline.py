@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample, needles_refusal, read_samples
 from rope_patch.patching import current
-from rope_patch.searching.journal import SearchJournal, SharedJournal
+from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.measure.fitness import make_space
 from rope_patch.searching.model import (
     dependency_versions,
@@ -157,7 +157,7 @@ def recommend(
         "versions": dependency_versions(),
     }
     resume_advice = atomic_files.add_write_advice(SearchJournal.resume_advice(folder))
-    with resume_advice, eval_mode(live), SharedJournal(folder, identity, processes) as journal:
+    with resume_advice, eval_mode(live), SearchJournal(folder, identity, processes) as journal:
         journal.lock()
         seconds_spent, earlier = earlier_usage(journal, budget)
         clock = TimeBudget(budget, seconds_spent, processes, progress)

@@ -15,7 +15,7 @@ from rope_patch.recommending.scores import gain_over_control, score_difference
 from rope_patch.recommending.timed_search import search_within
 from rope_patch.recommending.variants import PLAIN, UNPATCHED, Variant, VariantRotation
 from rope_patch.searching.candidates import SearchSpace
-from rope_patch.searching.journal import SharedJournal
+from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.measure.sanity_check import MAX_LOSS_RATIO, unigram_loss
 
 _CHEAP_SHARE = 0.1  # of the time left, for the table's prices of eliminated methods
@@ -48,7 +48,7 @@ class Race:
         extension: Extension,
         bench: Bench,
         clock: TimeBudget,
-        journal: SharedJournal,
+        journal: SearchJournal,
         seed: int,
         search: bool,
     ) -> None:

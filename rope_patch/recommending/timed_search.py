@@ -10,7 +10,7 @@ from rope_patch.recommending.bench import Bench
 from rope_patch.recommending.budget import MIN_EVALUATIONS, BudgetPlan, TimeBudget
 from rope_patch.recommending.sample_sets import SEARCH
 from rope_patch.searching.candidates import Candidate, SearchSpace
-from rope_patch.searching.journal import SharedJournal
+from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.loop import next_candidate, search_key, search_loop
 from rope_patch.searching.strategies.base import Proposals
 from rope_patch.searching.strategies.registry import STRATEGIES
@@ -52,7 +52,7 @@ class _SearchStatus:
 def search_within(
     bench: Bench,
     clock: TimeBudget,
-    journal: SharedJournal,
+    journal: SearchJournal,
     seed: int,
     plan: BudgetPlan,
     reserve: float,
@@ -100,7 +100,7 @@ def search_within(
     ), ""
 
 
-def _stored_count(journal: SharedJournal) -> int:
+def _stored_count(journal: SearchJournal) -> int:
     """Return how many evaluations earlier runs have stored, including YaRN's."""
     number = 0
     while journal.get(search_key(number)) is not None:

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.inference.samples import Sample, samples_digest
+from rope_patch.runs.run_folder import RunFolder
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.measure.fitness import Evaluation, Fitness
 from rope_patch.utils import checksums
-from rope_patch.utils.folder_lock import FolderLock
-from rope_patch.utils.journal import JournalFile, check_lines
+from rope_patch.utils.journal import check_lines
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")
 
 FORMAT = "rope_patch.searching/2"
-_FORMAT_WITHOUT_DIGESTS = "rope_patch.searching/1"  # its lines had no digests
 JOURNAL_FILE = "state.jsonl"
 
 
@@ -31,41 +30,53 @@ class SearchJournal:
     Each line has a checksum and is on the disk before the next candidate is measured. A last line
     that a kill cut short is dropped. A measurement that is damaged or of another search is dropped
     with a warning and measured again. A file of another search, or one whose first line is damaged,
-    is refused and left as it is. Nothing is written before the first measurement.
+    is refused and left as it is. Nothing is written before the first measurement. The main process
+    alone reads and writes; all processes of the search come to each method.
 
     Args:
         folder: The file's folder; None keeps everything in memory.
         identity: What measurements depend on, as plain data.
+        processes: The processes of the search; this one alone unless given.
 
     Raises:
         ValueError: The file is of another search (the message names the differences), or its first
-            line is damaged.
+            line is damaged; in every process.
     """
 
-    def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
-        self._file = None if folder is None else JournalFile(folder / JOURNAL_FILE)
-        self._identity = json.loads(json.dumps(identity))
-        self._search_id = checksums.json_digest(self._identity)[:16]  # in each line
-        self._valid_lines: list[bytes] = []  # the header among them
-        self._has_header = self._is_damaged = False
-        self._has_warned = False
-        self._lock = None if folder is None else FolderLock(folder)
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        identity: dict[str, Any],
+        processes: Processes | None = None,
+    ) -> None:
+        self.processes = processes or Processes(alone=True)
+        self._run_folder = None if folder is None else RunFolder(Path(folder), identity)
+        self._search_id = checksums.json_digest(identity)[:16]  # in each line
         self._entries: dict[str, dict[str, Any]] = {}
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise ValueError(f"{folder} is a file: expected a folder for the search's state")
-        if self._file is not None:
-            self._read(self._file)
+        self._pending: list[tuple[str, dict[str, Any]]] = []  # written with the next `put`
+        self._valid_lines: list[bytes] = []  # the header among them
+        self._has_header = self._is_damaged = self._has_warned = False
+        if (run_folder := self._run_folder) is not None:
+            self.processes.run_on_main(lambda: self._read(run_folder))
+
+    def __enter__(self) -> SearchJournal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, key: str) -> dict[str, Any] | None:
         """Return what is stored under a key, or None."""
-        return self._entries.get(key)
+        return self.processes.run_on_main(lambda: self._entries.get(key))
 
-    def before(self, key: str) -> dict[str, dict[str, Any]]:
+    def stored_before(self, key: str) -> dict[str, dict[str, Any]]:
         """Return what was stored before a key; everything if it was not stored."""
-        return dict(takewhile(lambda entry: entry[0] != key, self._entries.items()))
+        return self.processes.run_on_main(
+            lambda: dict(takewhile(lambda entry: entry[0] != key, self._entries.items()))
+        )
 
     def put(self, key: str, value: dict[str, Any]) -> dict[str, Any]:
         """Store a measurement.
@@ -77,14 +88,18 @@ class SearchJournal:
             ValueError: Another process works in the folder.
             OSError: The file could not be written, or the folder cannot be locked.
         """
-        self.lock()
-        sealed = checksums.seal({"search": self._search_id, "key": key, "value": value})
-        self._entries[key] = sealed["value"]
-        if self._file is not None:
-            header = checksums.seal({"format": FORMAT, "identity": self._identity})
-            self._file.append(*([] if self._has_header else [header]), sealed)
-            self._has_header = True
-        return self._entries[key]
+
+        def write() -> dict[str, Any]:
+            while self._pending:
+                self._write(*self._pending.pop())
+            return self._write(key, value)
+
+        return self.processes.run_on_main(write)
+
+    def put_with_next(self, key: str, value: dict[str, Any]) -> None:
+        """Store a value together with the next measurement, unless the key is stored."""
+        if self.get(key) is None:
+            self._pending.append((key, value))
 
     @staticmethod
     def resume_advice(folder: str | os.PathLike[str] | None) -> str:
@@ -94,11 +109,6 @@ class SearchJournal:
         state = Path(folder) / JOURNAL_FILE
         return f"What was measured is kept in {state}: REMEDY, and the same command goes on from it"
 
-    def close(self) -> None:
-        """Release the folder's lock."""
-        if self._lock is not None:
-            self._lock.release()
-
     def lock(self) -> None:
         """Lock the folder until `close`, and read what other processes have added before.
 
@@ -106,146 +116,36 @@ class SearchJournal:
             ValueError: Another process works in the folder.
             OSError: The folder cannot be locked.
         """
-        if self._file is None or self._lock is None or self._lock.is_held:
+        self.processes.run_on_main(self._lock)
+
+    def close(self) -> None:
+        """Release the folder's lock."""
+        if self._run_folder is not None:
+            self._run_folder.unlock()
+
+    def _lock(self) -> None:
+        folder = self._run_folder
+        if folder is None or folder.is_locked:
             return
-        self._lock.acquire()
+        folder.lock()
         try:
-            self._read(self._file)  # other processes may have written since
+            self._read(folder)  # other processes may have written since
             if self._is_damaged:
-                self._file.rewrite(self._valid_lines)
+                folder.journal(JOURNAL_FILE).rewrite(self._valid_lines)
         except BaseException:
-            self._lock.release()  # so that the next attempt reads again before it writes
+            folder.unlock()  # so that the next attempt reads again before it writes
             raise
 
-    def _read(self, file: JournalFile) -> None:
-        lines = file.lines()
-        self._entries, self._valid_lines = {}, []
-        self._has_header = self._is_damaged = False
-        if not lines:
-            return  # a kill cut line 1 short: nothing was measured
-        header = _parse_header(file.path, lines[0])
-        self._compare_as_written(file.path, header)
-        self._require_same_identity(file.path, header)
-        if header["format"] == _FORMAT_WITHOUT_DIGESTS:
-            self._is_damaged = True  # written anew
-            self._warn(file.path, [(1, "it has no digests: earlier versions wrote none")])
-            return
-        checked = check_lines(lines[1:], first=2, search=self._search_id)
-        self._entries = {entry["key"]: entry["value"] for entry in checked.entries}
-        self._valid_lines = [lines[0], *checked.valid]
-        self._has_header = True
-        if checked.flaws:
-            self._is_damaged = True
-            self._warn(file.path, checked.flaws)
-
-    def _warn(self, path: Path, flaws: list[tuple[int, str]]) -> None:
-        if not self._has_warned:  # `lock` reads the file a second time
-            more = f" (and {len(flaws) - 1} more)" if len(flaws) > 1 else ""
-            logger.warning(
-                "%s: what was there is measured again: line %d%s: %s",
-                path,
-                flaws[0][0],
-                more,
-                flaws[0][1],
-            )
-        self._has_warned = True
-
-    def _compare_as_written(self, path: Path, header: dict[str, Any]) -> None:
-        """Leave the config out, with a warning, where a file of 0.1 goes on, which noted none."""
-        stored = header.get("identity")
-        if "config" not in self._identity or not isinstance(stored, dict) or "config" in stored:
-            return
-        del self._identity["config"]
-        self._search_id = checksums.json_digest(self._identity)[:16]
-        logger.warning(
-            "%s was begun by an earlier release, which did not note the model's config: it goes on "
-            "with the config of now. If the config was edited since, give another folder",
-            path,
-        )
-
-    def _require_same_identity(self, path: Path, header: dict[str, Any]) -> None:
-        formats = (FORMAT, _FORMAT_WITHOUT_DIGESTS)
-        if header.get("format") not in formats or not isinstance(header.get("identity"), dict):
-            raise ValueError(
-                f"{path} is not the state of a search of this version: expected format "
-                f"{FORMAT!r}, got {header.get('format')!r}; it was left as it is, so move it away "
-                "or give another folder"
-            )
-        stored = header["identity"]
-        names = dict.fromkeys([*stored, *self._identity])
-        differences = [
-            f"{name} is {_abbreviate(stored.get(name))} there and "
-            f"{_abbreviate(self._identity.get(name))} here"
-            for name in names
-            if stored.get(name) != self._identity.get(name)
-        ]
-        if differences:
-            raise ValueError(
-                f"{path} is the state of another search: {'; '.join(differences)}. It was left as "
-                "it is: give another folder, or ask for the same again"
-            )
-
-
-class SharedJournal:
-    """A search's journal for all processes; the main process alone reads and writes it.
-
-    Args:
-        folder: The journal's folder; None keeps the journal in memory.
-        identity: See `SearchJournal`.
-        processes: The processes of the search.
-
-    Raises:
-        ValueError: See `SearchJournal`; in every process.
-    """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str] | None,
-        identity: dict[str, Any],
-        processes: Processes,
-    ) -> None:
-        self.processes = processes
-        self._pending: list[tuple[str, dict[str, Any]]] = []  # written with the next `put`
-        self._journal: Any = None
-
-        def begin() -> None:
-            self._journal = SearchJournal(None if folder is None else Path(folder), identity)
-
-        self.processes.run_on_main(begin)
-
-    def __enter__(self) -> SharedJournal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._journal is not None:
-            self._journal.close()
-
-    def lock(self) -> None:
-        """Lock the folder; see `SearchJournal.lock`."""
-        self.processes.run_on_main(lambda: self._journal.lock())
-
-    def get(self, key: str) -> dict[str, Any] | None:
-        """Return what is stored under a key, or None."""
-        return self.processes.run_on_main(lambda: self._journal.get(key))
-
-    def put(self, key: str, value: dict[str, Any]) -> None:
-        """Store a value under a key."""
-
-        def write() -> None:
-            while self._pending:
-                self._journal.put(*self._pending.pop())
-            self._journal.put(key, value)
-
-        self.processes.run_on_main(write)
-
-    def stored_before(self, key: str) -> dict[str, dict[str, Any]]:
-        """Return what was stored before a key; everything if it was not stored."""
-        return self.processes.run_on_main(lambda: self._journal.before(key))
-
-    def put_with_next(self, key: str, value: dict[str, Any]) -> None:
-        """Store a value together with the next measurement, unless the key is stored."""
-        if self.get(key) is None:
-            self._pending.append((key, value))
+    def _write(self, key: str, value: dict[str, Any]) -> dict[str, Any]:
+        self._lock()
+        sealed = checksums.seal({"search": self._search_id, "key": key, "value": value})
+        self._entries[key] = sealed["value"]
+        if self._run_folder is not None:
+            header = checksums.seal({"format": FORMAT, "identity": self._run_folder.identity})
+            new = [sealed] if self._has_header else [header, sealed]
+            self._run_folder.journal(JOURNAL_FILE).append(*new)
+            self._has_header = True
+        return self._entries[key]
 
     def get_or_measure(
         self, key: str, candidate: Candidate | None, measure: Callable[[], Evaluation], **more: Any
@@ -310,30 +210,66 @@ class SharedJournal:
         """Store the result of a sanity check together with the next measurement."""
         self.put_with_next(f"able/{kind}/{samples_digest(samples)}", sanity)
 
+    def _read(self, folder: RunFolder) -> None:
+        if folder.path.exists() and not folder.path.is_dir():
+            raise ValueError(f"{folder.path} is a file: expected a folder for the search's state")
+        file = folder.journal(JOURNAL_FILE)
+        lines = file.lines()
+        self._entries, self._valid_lines = {}, []
+        self._has_header = self._is_damaged = False
+        if not lines:
+            return  # a kill cut line 1 short: nothing was measured
+        self._check_header(folder, lines[0])
+        checked = check_lines(lines[1:], first=2, search=self._search_id)
+        self._entries = {entry["key"]: entry["value"] for entry in checked.entries}
+        self._valid_lines = [lines[0], *checked.valid]
+        self._has_header = True
+        self._is_damaged = bool(checked.flaws)
+        if checked.flaws and not self._has_warned:  # `lock` reads the file a second time
+            more = f" (and {len(checked.flaws) - 1} more)" if len(checked.flaws) > 1 else ""
+            message = "%s: what was there is measured again: line %d%s: %s"
+            number, flaw = checked.flaws[0]
+            logger.warning(message, file.path, number, more, flaw)
+            self._has_warned = True
+
+    def _check_header(self, folder: RunFolder, line: bytes) -> None:
+        """Raise unless the first line of a journal says that it is of this search."""
+        path = folder.path / JOURNAL_FILE
+        try:
+            header = json.loads(line)
+            if isinstance(header, dict) and header.get("format") == FORMAT:
+                checksums.unseal(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is damaged in line 1, which says what was searched ({error}): it was left "
+                "as it is, so restore it, move it away or give another folder"
+            ) from error
+        found = header.get("format") if isinstance(header, dict) else None
+        if found != FORMAT or not isinstance(header.get("identity"), dict):
+            raise ValueError(
+                f"{path} is not the state of a search of this version: expected format "
+                f"{FORMAT!r}, got {found!r}; it was left as it is, so move it away or give another "
+                "folder"
+            )
+        stored = header["identity"]
+        if "config" in folder.identity and "config" not in stored:
+            # 0.1 noted none: the file goes on, and its lines carry the identity without one.
+            del folder.identity["config"]
+            self._search_id = checksums.json_digest(folder.identity)[:16]
+            logger.warning(
+                "%s was begun by an earlier release, which did not note the model's config: it "
+                "goes on with the config of now. If the config was edited since, give another "
+                "folder",
+                path,
+            )
+        text = "{name} is {old} there and {new} here"
+        if differences := folder.differences(stored, text, show=json.dumps):
+            raise ValueError(
+                f"{path} is the state of another search: {'; '.join(differences.values())}. It was "
+                "left as it is: give another folder, or ask for the same again"
+            )
+
 
 def candidate_to_dict(candidate: Candidate | None) -> dict[str, Any] | None:
     """Return a candidate as JSON gives it back."""
     return None if candidate is None else json.loads(json.dumps(vars(candidate)))
-
-
-def _parse_header(path: Path, line: bytes) -> dict[str, Any]:
-    """Return the header in a journal's first line.
-
-    Raises:
-        ValueError: The line is damaged.
-    """
-    try:
-        header = json.loads(line)
-        if isinstance(header, dict) and header.get("format") == FORMAT:
-            checksums.unseal(line)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is damaged in line 1, which says what was searched ({error}): it was left as "
-            "it is, so restore it, move it away or give another folder"
-        ) from error
-    return header if isinstance(header, dict) else {}
-
-
-def _abbreviate(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"

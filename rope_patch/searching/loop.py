@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.journal import SharedJournal, candidate_to_dict
+from rope_patch.searching.journal import SearchJournal, candidate_to_dict
 from rope_patch.searching.measure.fitness import Evaluation, Fitness
 from rope_patch.searching.progress import Progress
 from rope_patch.searching.strategies.base import Proposals
@@ -21,7 +21,7 @@ def search_loop(
     fitness: Fitness,
     proposals: Proposals,
     budget: int,
-    journal: SharedJournal,
+    journal: SearchJournal,
     progress: Progress,
 ) -> tuple[Candidate, list[dict[str, Any]], float]:
     """Search until the budget is spent or the strategy has no more proposals.

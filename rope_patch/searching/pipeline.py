@@ -13,7 +13,7 @@ from typing import Any
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.journal import SearchJournal, SharedJournal
+from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.loop import search_loop
 from rope_patch.searching.measure import sample_sets
 from rope_patch.searching.measure.fitness import Evaluation, Fitness, make_space
@@ -166,7 +166,7 @@ def search(
         "versions": dependency_versions(),
     }
     resume_advice = atomic_files.add_write_advice(SearchJournal.resume_advice(folder))
-    with resume_advice, eval_mode(live), SharedJournal(folder, identity, processes) as journal:
+    with resume_advice, eval_mode(live), SearchJournal(folder, identity, processes) as journal:
         journal.require_same_budget(method, budget, strategy.resumable)
         bar = SearchProgress(
             space,
@@ -247,7 +247,7 @@ def _require_competent_model(
     sets: SampleSets,
     length: int,
     make_fitness: Callable[[Sequence[Sample]], Fitness],
-    journal: SharedJournal,
+    journal: SearchJournal,
 ) -> None:
     """Raise if the unpatched model fails the search's task at its trained length."""
     for kind, samples in sets.sanity.items():

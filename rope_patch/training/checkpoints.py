@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -58,7 +57,7 @@ def atomic_checkpoint(
                 _write_manifest(checkpoint_folder)
                 shutil.rmtree(folder / checkpoint_folder.name, ignore_errors=True)
                 checkpoint_folder.rename(folder / checkpoint_folder.name)
-                sync(folder)
+                atomic_files.sync(folder)
         finally:
             if is_main:
                 shutil.rmtree(temporary_folder, ignore_errors=True)
@@ -231,7 +230,7 @@ def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, list[Any]]:
     """Flush files to the disk; return each one's size and sha256 by its name within a folder."""
     files = sorted(path for path in paths if path.is_file())
     for path in files:
-        sync(path)
+        atomic_files.sync(path)
     return {
         path.relative_to(folder).as_posix(): [path.stat().st_size, file_sha256(path)]
         for path in files
@@ -241,16 +240,5 @@ def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, list[Any]]:
 def _write_manifest(checkpoint: Path) -> None:
     manifest = list_files(checkpoint, (p for p in checkpoint.rglob("*") if p.name != MANIFEST))
     (checkpoint / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    sync(checkpoint / MANIFEST)
-    sync(checkpoint)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or folder to the disk, where the system supports it."""
-    if os.name == "nt" and path.is_dir():
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    atomic_files.sync(checkpoint / MANIFEST)
+    atomic_files.sync(checkpoint)

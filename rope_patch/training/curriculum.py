@@ -15,6 +15,7 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
 
+from rope_patch.runs.run_folder import RunFolder
 from rope_patch.training import checkpoints, identity
 from rope_patch.training.data.arguments import check_data_arguments
 from rope_patch.training.data.sources import find_source
@@ -24,7 +25,6 @@ from rope_patch.training.run import total_steps
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.training.stage import Stage, stage_folders
 from rope_patch.utils import atomic_files
-from rope_patch.utils.folder_lock import lock_folder
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")
@@ -50,7 +50,7 @@ def run_stages(settings: Settings, run_stage: Callable[[Settings], Path | None])
     check_stages(settings)
     processes = Processes()
     processes.run_on_main(lambda: _require_resumable(settings))
-    with lock_folder(folder, processes):
+    with RunFolder(folder).locked(processes):
         loop = run_stage.__name__ == "loop"
         first = processes.run_on_main(lambda: _first_unfinished(settings, loop))
         processes.run_on_main(lambda: _write_recipe(settings))
@@ -273,7 +273,7 @@ def _publish(stage: Stage) -> None:
             if target.exists():
                 target.rename(Path(temporary) / "old")
             copy.rename(target)
-        checkpoints.sync(stage.recipe_folder)
+        atomic_files.sync(stage.recipe_folder)
     logger.info("the model of all stages is in %s", target)
 
 

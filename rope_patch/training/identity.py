@@ -16,13 +16,14 @@ from rope_patch.patching.method_wrappers import method_origin
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config
 from rope_patch.pretrained.sidecar import read_sidecar
-from rope_patch.training import checkpoints, schedule
+from rope_patch.runs.run_folder import RunFolder
+from rope_patch.training import schedule
 from rope_patch.training.data import sources
 from rope_patch.training.data.arguments import ineffective_keys
 from rope_patch.training.data.compression import compressor
 from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.settings import Settings
-from rope_patch.utils import atomic_files, checksums
+from rope_patch.utils import checksums
 from rope_patch.utils.provenance import versions
 
 logger = logging.getLogger("rope_patch")
@@ -155,16 +156,11 @@ def require_same_rotation(rotations: dict[Path, dict[str, Any] | None]) -> None:
     known = {folder: rotation for folder, rotation in rotations.items() if rotation is not None}
     *others, last = known or [Path()]
     for folder in others:
-        differences = [
-            f"{key} was {_abbreviate(known[folder].get(key))}, in {last.name} "
-            f"{_abbreviate(known[last].get(key))}"
-            for key in dict.fromkeys([*known[folder], *known[last]])
-            if _without_names(known[folder].get(key)) != _without_names(known[last].get(key))
-        ]
-        if differences:
+        text = f"{{name}} was {{old}}, in {last.name} {{new}}"
+        if differences := _differences(last, known[folder], known[last], text):
             raise ValueError(
                 f"{folder} and {last} cannot be averaged, they are of different runs: "
-                + "; ".join(differences)
+                + "; ".join(differences.values())
             )
 
 
@@ -189,23 +185,21 @@ def require_same_identity(
     training = settings.training
     stored, stored_versions = _read_identity(folder)
     current_versions = _versions()
-    names = dict.fromkeys([*stored, *identity])
+    differences = _differences(folder, stored, identity)
+    differences.pop("steps", None)  # compared below
     if stored_versions != current_versions:
-        names = {name: None for name in names if name in stored and name in identity}
+        known = stored.keys() & identity.keys()
+        differences = {name: text for name, text in differences.items() if name in known}
         logger.warning(
             "%s began with %s and goes on with %s: results may differ by more than rounding",
             folder,
             _format_versions(stored_versions),
             _format_versions(current_versions),
         )
-    if _without_names(stored["model"]) != _without_names(identity["model"]):
-        names = {name: None for name in names if not name.startswith("config.")}
-    differences = [
-        f"{name} was {_abbreviate(stored.get(name))}, got {_abbreviate(identity.get(name))}"
-        for name in names
-        if name != "steps"
-        and _without_names(stored.get(name)) != _without_names(identity.get(name))
-    ]
+    if "model" in differences:
+        differences = {
+            name: text for name, text in differences.items() if not name.startswith("config.")
+        }
     stored_steps, new_steps = stored["steps"], identity["steps"]
     if stored_steps != new_steps and (steps_done is None or steps_done > new_steps):
         progress = (
@@ -213,12 +207,12 @@ def require_same_identity(
             if steps_done is None
             else f"{steps_done} are taken"
         )
-        differences.append(f"steps was {stored_steps}, got {new_steps} ({progress})")
+        differences["steps"] = f"steps was {stored_steps}, got {new_steps} ({progress})"
     if differences:
         raise ValueError(
             f"cannot resume {folder}, it holds the run of another recipe: "
-            f"{'; '.join(differences)}. Set that back, or give another --output_dir; nothing was "
-            "changed there"
+            f"{'; '.join(differences.values())}. Set that back, or give another --output_dir; "
+            "nothing was changed there"
         )
     if (
         stored_steps != new_steps
@@ -269,13 +263,10 @@ def require_identity(folder: Path) -> None:
 
 def write_identity(folder: Path, identity: dict[str, Any]) -> None:
     """Write a run's identity into its folder, unless the same one is there."""
-    path = folder / FILE
-    if path.is_file() and _read_identity(folder)[0] == identity:
+    if (folder / FILE).is_file() and _read_identity(folder)[0] == identity:
         return
     body = {"format": FORMAT, "versions": _versions(), "identity": identity}
-    atomic_files.write_json(path, checksums.seal(body))
-    checkpoints.sync(path)
-    checkpoints.sync(folder)
+    RunFolder(folder).write(FILE, body)
 
 
 def _read_identity(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -289,7 +280,7 @@ def _read_identity(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
             f"{remedy}"
         )
     try:
-        body = checksums.unseal(path.read_bytes())
+        body = RunFolder(folder).read(FILE)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; bring it back from a copy, or {remedy}") from error
     if body.get("format") != FORMAT:
@@ -337,6 +328,14 @@ def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
+def _differences(
+    folder: Path, stored: dict[str, Any], identity: dict[str, Any], *text: str
+) -> dict[str, str]:
+    """Return what two identities have otherwise, but for the names of models and sources."""
+    run = RunFolder(folder, identity)
+    return run.differences(stored, *text, show=_as_text, compared=_without_names)
+
+
 def _without_names(value: Any) -> Any:
     """Return a value without names: a moved folder is the same model or data."""
     if isinstance(value, list):
@@ -346,6 +345,5 @@ def _without_names(value: Any) -> Any:
     return value
 
 
-def _abbreviate(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 160 else f"{text[:140]}... ({len(text)} characters)"
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

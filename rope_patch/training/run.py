@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
 from rope_patch.methods.position_map import PositionMap
+from rope_patch.runs.run_folder import RunFolder
 from rope_patch.training import checkpoints, identity
 from rope_patch.training.data.arguments import require_no_document_masks
 from rope_patch.training.data.packing import PackedRows, collate
@@ -34,7 +35,6 @@ from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.training.stage import require_no_stages
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused
-from rope_patch.utils.folder_lock import lock_folder
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")
@@ -337,7 +337,7 @@ def open_run_folder(settings: Settings) -> Iterator[Path | None]:
     if settings.stage is None:
         processes.run_on_main(lambda: require_no_stages(folder))
     processes.run_on_main(require_resumable)  # before the lock creates its file there
-    with lock_folder(folder, processes):
+    with RunFolder(folder).locked(processes):
         yield processes.run_on_main(lambda: checkpoints.resume_checkpoint(folder, resume))
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rope_patch.runs.run_folder import RunFolder
 from rope_patch.training import checkpoints
-from rope_patch.utils import atomic_files, checksums
 
 PREFIX = "stage-"
 RECORD = "finished.json"  # written when the stage's model is whole
@@ -78,14 +78,12 @@ class Stage:
         """Record that the stage is finished: its steps, its files, and its part of the card."""
         files = checkpoints.list_files(self.folder, [*self.model.rglob("*"), self.adapter])
         body = {"format": FORMAT, "steps": steps, "facts": facts, "files": files}
-        atomic_files.write_json(self.folder / RECORD, checksums.seal(body))
-        checkpoints.sync(self.folder / RECORD)
-        checkpoints.sync(self.folder)
+        RunFolder(self.folder).write(RECORD, body)
 
     def read_record(self) -> dict[str, Any] | None:
         """Return the record of the finished stage; None if it is missing or damaged."""
         try:
-            return checksums.unseal((self.folder / RECORD).read_bytes(), format=FORMAT)
+            return RunFolder(self.folder).read(RECORD, format=FORMAT)
         except (OSError, ValueError):
             return None
 

@@ -11,7 +11,6 @@ front(
         "errors": "describe_error did_you_mean one_line",
         "escaping": "escape_markdown markdown_block markdown_code markdown_prose printable",
         "figure_file": "render_figure",
-        "folder_lock": "FolderLock lock_folder",
         "journal": "JournalFile check_lines",
         "notebook": "text_html",
         "plot_style": "PALETTE",

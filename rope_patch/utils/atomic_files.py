@@ -123,6 +123,17 @@ def _replace(path: Path, content: str | bytes) -> None:
         raise
 
 
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk, where the system supports it."""
+    if os.name == "nt" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def require_new_folder(folder: str | os.PathLike[str], purpose: str) -> None:
     """Raise unless a folder is new or empty, and can be written.
 

@@ -71,10 +71,8 @@ class JournalFile:
                 file.write(text.encode())
                 file.flush()
                 os.fsync(file.fileno())
-            if is_new and os.name == "posix":  # or a power failure may lose the file's name
-                folder = os.open(self.path.parent, os.O_RDONLY)
-                os.fsync(folder)
-                os.close(folder)
+            if is_new:  # or a power failure may lose the file's name
+                atomic_files.sync(self.path.parent)
 
     def rewrite(self, lines: list[bytes]) -> None:
         """Replace the file's content, all or nothing."""

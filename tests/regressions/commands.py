@@ -152,7 +152,7 @@ DEFECTS = [
     ),
     Defect(
         "two runs write into one folder",
-        "rope_patch/utils/folder_lock.py",
+        "rope_patch/runs/run_folder.py",
         "            lock.acquire(timeout=0)\n",
         "            pass\n",
         ("tests/utils/test_processes.py::test_a_second_evaluation_is_refused_before_it_writes",),

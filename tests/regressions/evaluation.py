@@ -59,10 +59,10 @@ DEFECTS = [
         ),
     ),
     Defect(
-        "a stored piece is read without its checksum",
-        _SESSION,
-        '    except (OSError, ValueError) as error:\n        logger.warning("%s is measured again: %s", path, error)\n        return False\n    return True\n',
-        "    except (OSError, ValueError):\n        return True\n    return True\n",
+        "a stored result is read without its checksum",
+        "rope_patch/runs/run_folder.py",
+        "        return checksums.unseal((self.path / name).read_bytes(), **entries)\n",
+        "        return json.loads((self.path / name).read_bytes())\n",
         (
             "tests/evaluation/test_stored_results.py::test_damaged_results_are_measured_again_and_reported_once",
         ),
@@ -86,7 +86,7 @@ DEFECTS = [
     Defect(
         "the time of an earlier run's pieces is counted in no part",
         _SESSION,
-        '            self._add_earlier(stored[path].get("seconds", 0.0))\n',
+        '            self._add_earlier(stored[key].get("seconds", 0.0))\n',
         "",
         (
             "tests/evaluation/test_stored_results.py::test_a_run_that_uses_pieces_of_an_earlier_one_says_so_and_counts_their_time",

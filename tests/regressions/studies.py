@@ -24,7 +24,7 @@ DEFECTS = [
     Defect(
         "a damaged measurement of a search is dropped from memory and left in its file",
         "rope_patch/searching/journal.py",
-        "            if self._is_damaged:\n                self._file.rewrite(self._valid_lines)\n",
+        "            if self._is_damaged:\n                folder.journal(JOURNAL_FILE).rewrite(self._valid_lines)\n",
         "",
         (
             "tests/searching/test_search_journal.py::test_a_damaged_measurement_is_reported_and_dropped",
@@ -33,7 +33,7 @@ DEFECTS = [
     Defect(
         "a journal that was read before its lock keeps what another search added since from sight",
         "rope_patch/searching/journal.py",
-        "            self._read(self._file)  # other processes may have written since\n",
+        "            self._read(folder)  # other processes may have written since\n",
         "",
         (
             "tests/searching/test_search_journal.py::test_changes_by_another_search_since_reading_are_respected",
@@ -138,7 +138,7 @@ DEFECTS = [
     ),
     Defect(
         "a step has less of the budget where a kill lost some time",
-        "rope_patch/extending/wall_clock.py",
+        "rope_patch/runs/wall_clock.py",
         "            left = max(0.0, self.budget - used)\n",
         "            left = max(0.0, self.budget - self.spent() + self.spent(step))\n",
         (
@@ -164,7 +164,7 @@ DEFECTS = [
     Defect(
         "the budget of an extension may not grow although nothing was measured",
         "rope_patch/extending/work_folder.py",
-        "        if differences and set(_differing(old, new)) <= {_GROWING} and not self._has_results():\n",
+        "        if differences.keys() == {_GROWING} and not self._has_results():\n",
         "        if False:\n",
         ("tests/extending/test_request.py::test_the_budget_may_grow_until_something_is_measured",),
     ),

@@ -63,8 +63,8 @@ DEFECTS = [
     Defect(
         "checkpoints of another rotation are averaged",
         _IDENTITY,
-        "            if _without_names(known[folder].get(key)) != _without_names(known[last].get(key))\n",
-        "            if False\n",
+        "        if differences := _differences(last, known[folder], known[last], text):\n",
+        "        if differences := {}:\n",
         ("tests/training/test_averaging.py::test_checkpoints_of_another_rotation_are_refused",),
     ),
     Defect(

@@ -67,7 +67,7 @@ def test_the_journal_of_another_search_is_refused_and_left_unchanged(tmp_path, c
 
 @pytest.mark.parametrize(
     "line",
-    [b"{}", b'{"format": "other/3"}', b"[]", b"\0\0\0", None],
+    [b"{}", b'{"format": "rope_patch.searching/1", "identity": {}}', b"[]", b"\0\0\0", None],
 )
 def test_a_damaged_first_line_is_refused_and_left_unchanged(tmp_path, line):
     path = write_journal(tmp_path)
@@ -104,18 +104,6 @@ def test_a_damaged_measurement_is_reported_and_dropped(tmp_path, damage, caplog)
     journal.put("search/1", {"fitness": 0.5})
     journal.close()
     assert sorted(path.read_bytes().splitlines()) == sorted(content.splitlines())
-
-
-def test_a_journal_without_digests_is_reported_and_dropped(tmp_path, caplog):
-    path = tmp_path / "state.jsonl"
-    header = {"format": "rope_patch.searching/1", "identity": IDENTITY}
-    entry = {"key": "search/0", "value": {"fitness": 1.0}}
-    path.write_text(f"{json.dumps(header)}\n{json.dumps(entry)}\n")
-    journal = SearchJournal(tmp_path, IDENTITY)
-    assert len(journal) == 0
-    journal.close()
-    assert "measured again: line 1: it has no digests" in caplog.messages[0]
-    assert write_journal(tmp_path).read_bytes() == write_journal(tmp_path / "new").read_bytes()
 
 
 def test_a_journal_without_a_config_goes_on_with_a_warning(tmp_path, caplog):

@@ -15,9 +15,9 @@ from helpers.tiny_models import make_model
 
 import rope_patch
 from rope_patch.inference import AnswerStore
+from rope_patch.runs import RunFolder
 from rope_patch.searching import SearchJournal
 from rope_patch.utils import (
-    FolderLock,
     NotWritten,
     add_write_advice,
     atomic_write,
@@ -89,7 +89,7 @@ def test_errors_unrelated_to_the_disk_pass_unchanged(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", no_locks)
     locking = pytest.raises(OSError, match="cannot be locked")
     with locking as error_info, explain_write_errors(tmp_path, "the search"):
-        FolderLock(tmp_path).acquire()
+        RunFolder(tmp_path).lock()
     assert not isinstance(error_info.value, NotWritten)
 
 

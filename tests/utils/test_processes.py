@@ -12,7 +12,8 @@ from helpers.evaluations import answer_lines, measured_numbers, request
 from helpers.processes import FORK, run_forked
 
 from rope_patch.evaluation import evaluate
-from rope_patch.utils import FolderLock, Processes, lock_folder
+from rope_patch.runs import RunFolder
+from rope_patch.utils import Processes
 
 
 def small(folder):
@@ -94,8 +95,8 @@ def test_two_processes_give_the_results_of_one(tmp_path):
 
 
 def _hold(folder, ready):
-    lock = FolderLock(folder)
-    lock.acquire()
+    run = RunFolder(folder)
+    run.lock()
     ready.set()
     time.sleep(600)  # until it is killed
 
@@ -106,15 +107,15 @@ def test_a_killed_process_leaves_no_lock(tmp_path):
     holder.start()
     assert ready.wait(60)
     with pytest.raises(ValueError, match=f"another process works in {tmp_path}: wait for it"):
-        FolderLock(tmp_path).acquire()
+        RunFolder(tmp_path).lock()
     holder.kill()
     holder.join()
-    with lock_folder(tmp_path, Processes()):
+    with RunFolder(tmp_path).locked(Processes()):
         pass
 
 
 def test_a_second_evaluation_is_refused_before_it_writes(tmp_path):
-    with lock_folder(tmp_path, Processes()):
+    with RunFolder(tmp_path).locked(Processes()):
         with pytest.raises(ValueError, match="another process works in"):
             evaluate(request(tmp_path))
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
@@ -123,12 +124,12 @@ def test_a_second_evaluation_is_refused_before_it_writes(tmp_path):
 def test_all_processes_of_a_run_get_the_lock_or_none(tmp_path):
     def try_lock():
         try:
-            with lock_folder(tmp_path, Processes()):
+            with RunFolder(tmp_path).locked(Processes()):
                 return "works"
         except ValueError as error:
             return str(error)
 
-    with lock_folder(tmp_path, Processes()):
+    with RunFolder(tmp_path).locked(Processes()):
         first, second = run_forked(try_lock)
     assert "another process works in" in first
     assert second == first
@@ -136,19 +137,19 @@ def test_all_processes_of_a_run_get_the_lock_or_none(tmp_path):
 
 
 def test_the_lock_is_released_after_an_error(tmp_path):
-    with pytest.raises(KeyError), lock_folder(tmp_path, Processes()):
+    with pytest.raises(KeyError), RunFolder(tmp_path).locked(Processes()):
         raise KeyError
-    FolderLock(tmp_path).acquire()
+    RunFolder(tmp_path).lock()
 
 
 def test_a_folder_that_cannot_be_locked_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"file cannot be locked .*give another folder"):
-        FolderLock(tmp_path / "file").acquire()
+        RunFolder(tmp_path / "file").lock()
 
     def no_locks(*_):  # as on some network file systems
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     with pytest.raises(OSError, match=r"cannot be locked .*No locks available.*another folder"):
-        FolderLock(tmp_path).acquire()
+        RunFolder(tmp_path).lock()

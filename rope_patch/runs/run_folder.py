@@ -1,0 +1,176 @@
+"""The folder of a run: what the same run needs to go on after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+from rope_patch.runs.wall_clock import WallClock
+from rope_patch.utils import atomic_files, checksums
+from rope_patch.utils.journal import JournalFile
+from rope_patch.utils.processes import Processes
+
+logger = getLogger("rope_patch")
+
+LOCK, CLOCK = ".lock", "clock.json"  # an empty file, and the seconds of each step
+_LONGEST, _SHOWN = 160, 140  # characters of a value in an error, and of one that is cut
+
+
+class RunFolder:
+    """A folder that one run at a time writes to, and from which the same run goes on.
+
+    Args:
+        path: The folder; made by what is written first.
+        identity: Everything that the run's results depend on, as plain data; empty where each
+            stored result says itself what it depends on.
+
+    Attributes:
+        path: The folder.
+        identity: The identity as JSON gives it back.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any] | None = None) -> None:
+        self.path = path
+        self.identity: dict[str, Any] = json.loads(json.dumps(identity or {}))
+        self._lock: Any = None
+
+    @property
+    def is_locked(self) -> bool:
+        """Return whether this object keeps other runs out."""
+        return self._lock is not None
+
+    def lock(self) -> None:
+        """Keep other runs out until `unlock`, or raise at once; do nothing if they are out already.
+
+        The operating system holds the lock, so it ends with the process, however that ends.
+
+        Raises:
+            ValueError: Another run holds it.
+            OSError: The folder cannot be written to, or its file system has no locks.
+        """
+        if self.is_locked:
+            return
+        from filelock import FileLock, Timeout
+
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path / LOCK)
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(
+                f"another process works in {self.path}: wait for it to end, or give another folder"
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            raise OSError(
+                f"{self.path} cannot be locked against other runs ({error}): expected a folder "
+                "that can be written to, on a file system with locks; give another folder"
+            ) from error
+        self._lock = lock
+
+    def unlock(self) -> None:
+        """Let other runs into the folder."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    @contextlib.contextmanager
+    def locked(self, processes: Processes | None = None) -> Iterator[None]:
+        """Keep other runs out while the block runs.
+
+        Args:
+            processes: Those of the run, all of which have to come here; this one alone if None.
+
+        Raises:
+            ValueError: See `lock`; in every process.
+            OSError: Likewise.
+        """
+        (processes or Processes(alone=True)).run_on_main(self.lock)
+        try:
+            yield
+        finally:
+            self.unlock()
+
+    def journal(self, name: str) -> JournalFile:
+        """Return an append-only file of the folder, whose lines are on the disk one by one."""
+        return JournalFile(self.path / name)
+
+    def write(self, name: str, result: Mapping[str, Any]) -> None:
+        """Write a result to the disk: all of it or nothing, with a checksum.
+
+        Args:
+            name: The file's name.
+            result: JSON data, with what tells it from other results, such as its format.
+
+        Raises:
+            NotWritten: The result could not be written.
+        """
+        path = self.path / name
+        atomic_files.write_json(path, checksums.seal(dict(result)))
+        atomic_files.sync(path)
+        atomic_files.sync(path.parent)
+
+    def read(self, name: str, **entries: Any) -> dict[str, Any]:
+        """Return a stored result.
+
+        Args:
+            name: The file's name.
+            **entries: Entries that the result must have as given.
+
+        Raises:
+            OSError: There is no such file, or it cannot be read.
+            ValueError: The result is damaged, or another one; says which.
+        """
+        return checksums.unseal((self.path / name).read_bytes(), **entries)
+
+    def find(self, name: str, again: str, **entries: Any) -> dict[str, Any] | None:
+        """Return a stored result; None if it is missing, or damaged, of which a warning is logged.
+
+        Args:
+            name: The file's name.
+            again: What is done if it is damaged, for the warning: "made again".
+            **entries: See `read`.
+        """
+        try:
+            return self.read(name, **entries)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("%s is %s: %s", self.path / name, again, error)
+            return None
+
+    def differences(
+        self,
+        stored: Mapping[str, Any],
+        text: str = "{name} was {old}, got {new}",
+        *,
+        show: Callable[[Any], str] = repr,
+        compared: Callable[[Any], Any] = lambda value: value,
+    ) -> dict[str, str]:
+        """Return what a stored identity has otherwise than this run, by name, each in one line.
+
+        Args:
+            stored: The identity that the folder was begun with.
+            text: The line, with NAME, OLD and NEW in braces and in small letters.
+            show: Writes a value; a long text is cut.
+            compared: Returns the part of a value that is compared.
+        """
+        old, new = stored, self.identity
+        return {
+            name: text.format(
+                name=name, old=_cut(show(old.get(name))), new=_cut(show(new.get(name)))
+            )
+            for name in dict.fromkeys([*old, *new])
+            if compared(old.get(name)) != compared(new.get(name))
+        }
+
+    def clock(self, budget: float, weights: Mapping[str, float]) -> WallClock:
+        """Return the time of the run's steps, with that of runs that were killed."""
+        return WallClock(self.path / CLOCK, budget, weights)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_SHOWN]}... ({len(text)} characters)"
