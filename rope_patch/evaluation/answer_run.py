@@ -194,7 +194,7 @@ class AnswerRun:
         keys = {question.key for question in missing}
         for question, answer in zip(group, answers, strict=True):
             if question.key in keys:
-                self._put(question, answer, seconds)
+                self._answers.put(question.key, answer, seconds)
 
     def _answer_alone(self, question: Question, answerer: Answerer, bar: Any) -> None:
         started, reader = time.monotonic(), answerer.reader
@@ -209,12 +209,8 @@ class AnswerRun:
                 reader.clear()  # the cache may be incomplete
                 bar.update(len(question.ids))
                 answer = {"error": describe_error(error)}
-            self._put(question, answer, time.monotonic() - started)
+            self._answers.put(question.key, answer, time.monotonic() - started)
             return
-
-    def _put(self, question: Question, answer: dict[str, Any], seconds: float) -> None:
-        """Store an answer with its share of the run's time; processes work at the same time."""
-        self._answers.put(question.key, answer, seconds / self._processes.size)
 
 
 def prompt_tokens(questions: list[Question]) -> int:

@@ -234,10 +234,6 @@ class LongContextLM(RollingLikelihood, HFLM):
     def _missing(self, questions: list[Question]) -> list[Question]:
         return [q for q in questions if not self._answers.is_answered(q.key)]
 
-    def _put(self, question: Question, answer: dict[str, Any], seconds: float) -> None:
-        """Store an answer with its share of the run's time; processes work at the same time."""
-        self._answers.put(question.key, answer, seconds / self._processes.size)
-
     def _claim_seconds(self, questions: list[Question]) -> None:
         keys = [question.key for question in questions]
         self.earlier_seconds += self._answers.claim_earlier_seconds(keys)
@@ -285,7 +281,7 @@ class LongContextLM(RollingLikelihood, HFLM):
         seconds = (time.monotonic() - started) / len(questions)
         for question, answer in zip(questions, answers, strict=True):
             if question.key in missing:
-                self._put(question, answer, seconds)
+                self._answers.put(question.key, answer, seconds)
 
     def _progress_bar(self, tokens: int) -> tqdm[Any]:
         quiet = self._quiet or not tokens or not self._processes.is_main

@@ -43,7 +43,7 @@ class AnswerStore:
     """
 
     def __init__(self, folder: Path | None = None, rank: int = 0, size: int = 1) -> None:
-        self._folder = folder
+        self._folder, self._size = folder, size
         self._answers: dict[str, dict[str, Any]] = {}
         self._earlier: dict[str, float | None] = {}  # an earlier run's answers: their seconds
         self._seconds: dict[str, float] = {}  # of all answers, this run's and earlier ones'
@@ -121,11 +121,12 @@ class AnswerStore:
         Args:
             key: From `answer_key`.
             answer: Plain data.
-            seconds: Time that it took; files of earlier versions have none.
+            seconds: Time that it took here; its share is stored, as processes work at the same
+                time. Files of earlier versions have none.
         """
         entry: dict[str, Any] = {"key": key, "answer": answer}
         if seconds is not None:
-            entry["seconds"] = round(seconds, 3)
+            entry["seconds"] = round(seconds / self._size, 3)
             if "error" not in answer:  # the next run asks again
                 self._seconds[key] = entry["seconds"]
         sealed = checksums.seal(entry)

@@ -5,12 +5,11 @@ from rope_patch.utils.front import front
 front(
     __name__,
     {
-        "cell_journal": "CellJournal",
         "cell_run": "run_cell",
         "interval": "seeded_difference seeded_mean",
         "measurement": "variants",
         "model": "build_model",
-        "pipeline": "run_lab",
+        "pipeline": "CellJournal run_lab",
         "recall_task": "RecallTask RecallVocabulary recall_batch",
         "report.headline": "headline",
         "report.numbers": "difference_range difference_text loss_cell share_cell",

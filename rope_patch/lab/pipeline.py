@@ -12,11 +12,11 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from rope_patch.lab.cell_journal import CellJournal
 from rope_patch.lab.cell_run import cell_cost, make_task, run_cell
 from rope_patch.lab.settings import RECALL, TASKS, TEXT, Cell, LabSettings
 from rope_patch.runs.run_folder import RunFolder
-from rope_patch.utils import atomic_files
+from rope_patch.utils import atomic_files, checksums
+from rope_patch.utils.journal import check_lines
 from rope_patch.utils.progress import progress_bar
 from rope_patch.utils.provenance import hardware, now, versions
 
@@ -44,8 +44,8 @@ def run_lab(
     for task in dict.fromkeys(cell.task for cell in cells):
         make_task(next(cell for cell in cells if cell.task == task), settings)
     atomic_files.require_writable_folder(folder, "the lab's results")
-    with RunFolder(folder).locked():
-        journal = CellJournal(folder)
+    journal = CellJournal(folder)
+    with journal.run_folder.locked():
         done = journal.read(settings)
         left = [cell for cell in cells if cell not in done]
         if done:
@@ -77,6 +77,44 @@ def run_lab(
         },
         "cells": [done[cell] for cell in cells],
     }
+
+
+class CellJournal:
+    """The results of cells, a line each.
+
+    A cell's line says what it depends on, so runs with other seeds, encodings or steps may share a
+    folder; each reads its own lines.
+
+    Args:
+        folder: The run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.run_folder = RunFolder(folder)
+        self._file = self.run_folder.journal("cells.jsonl")
+
+    def read(self, settings: LabSettings) -> dict[Cell, dict[str, Any]]:
+        """Return the results of the settings' cells that are finished; damaged lines are not."""
+        entries = check_lines(self._file.lines()).entries
+        found: dict[Cell, dict[str, Any]] = {}
+        for cell in settings.cells():
+            identity = settings.identity(cell)
+            for entry in entries:
+                if entry.get("cell") == identity:
+                    found[cell] = entry
+        return found
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write a cell's results to the disk.
+
+        Raises:
+            NotWritten: They could not be written.
+        """
+        self._file.append(checksums.seal(record))
+
+    def checkpoint(self, cell: Cell) -> Path:
+        """Return where a cell in progress keeps its training."""
+        return self.run_folder.path / "checkpoints" / f"{cell.key}.pt"
 
 
 def _results(

@@ -156,8 +156,7 @@ def recommend(
         **sample_blocks.identity,
         "versions": dependency_versions(),
     }
-    resume_advice = atomic_files.add_write_advice(SearchJournal.resume_advice(folder))
-    with resume_advice, eval_mode(live), SearchJournal(folder, identity, processes) as journal:
+    with eval_mode(live), SearchJournal(folder, identity, processes) as journal:
         journal.lock()
         seconds_spent, earlier = earlier_usage(journal, budget)
         clock = TimeBudget(budget, seconds_spent, processes, progress)

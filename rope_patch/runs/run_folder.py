@@ -36,63 +36,44 @@ class RunFolder:
     def __init__(self, path: Path, identity: Mapping[str, Any] | None = None) -> None:
         self.path = path
         self.identity: dict[str, Any] = json.loads(json.dumps(identity or {}))
-        self._lock: Any = None
-
-    @property
-    def is_locked(self) -> bool:
-        """Return whether this object keeps other runs out."""
-        return self._lock is not None
-
-    def lock(self) -> None:
-        """Keep other runs out until `unlock`, or raise at once; do nothing if they are out already.
-
-        The operating system holds the lock, so it ends with the process, however that ends.
-
-        Raises:
-            ValueError: Another run holds it.
-            OSError: The folder cannot be written to, or its file system has no locks.
-        """
-        if self.is_locked:
-            return
-        from filelock import FileLock, Timeout
-
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path / LOCK)
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise ValueError(
-                f"another process works in {self.path}: wait for it to end, or give another folder"
-            ) from None
-        except (OSError, NotImplementedError) as error:
-            raise OSError(
-                f"{self.path} cannot be locked against other runs ({error}): expected a folder "
-                "that can be written to, on a file system with locks; give another folder"
-            ) from error
-        self._lock = lock
-
-    def unlock(self) -> None:
-        """Let other runs into the folder."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
 
     @contextlib.contextmanager
     def locked(self, processes: Processes | None = None) -> Iterator[None]:
-        """Keep other runs out while the block runs.
+        """Keep other runs out while the block runs, or raise at once.
+
+        The operating system holds the lock, so it ends with the process, however that ends.
 
         Args:
             processes: Those of the run, all of which have to come here; this one alone if None.
 
         Raises:
-            ValueError: See `lock`; in every process.
-            OSError: Likewise.
+            ValueError: Another run works in the folder; in every process.
+            OSError: The folder cannot be written to, or its file system has no locks; likewise.
         """
-        (processes or Processes(alone=True)).run_on_main(self.lock)
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.path / LOCK)
+
+        def acquire() -> None:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise ValueError(
+                    f"another process works in {self.path}: wait for it to end, or give another "
+                    "folder"
+                ) from None
+            except (OSError, NotImplementedError) as error:
+                raise OSError(
+                    f"{self.path} cannot be locked against other runs ({error}): expected a folder "
+                    "that can be written to, on a file system with locks; give another folder"
+                ) from error
+
+        (processes or Processes(alone=True)).run_on_main(acquire)
         try:
             yield
         finally:
-            self.unlock()
+            lock.release()
 
     def journal(self, name: str) -> JournalFile:
         """Return an append-only file of the folder, whose lines are on the disk one by one."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rope_patch.inference.samples import Sample, samples_digest
+from rope_patch.inference.samples import samples_digest
 from rope_patch.runs.run_folder import RunFolder
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.measure.fitness import Evaluation, Fitness
-from rope_patch.utils import checksums
+from rope_patch.utils import atomic_files, checksums
 from rope_patch.utils.journal import check_lines
 from rope_patch.utils.processes import Processes
 
@@ -56,14 +57,21 @@ class SearchJournal:
         self._pending: list[tuple[str, dict[str, Any]]] = []  # written with the next `put`
         self._valid_lines: list[bytes] = []  # the header among them
         self._has_header = self._is_damaged = self._has_warned = False
+        self._held: contextlib.ExitStack | None = None  # the lock
+        self._stack = contextlib.ExitStack()
         if (run_folder := self._run_folder) is not None:
             self.processes.run_on_main(lambda: self._read(run_folder))
 
     def __enter__(self) -> SearchJournal:
+        if self._run_folder is not None:
+            state = self._run_folder.path / JOURNAL_FILE
+            advice = f"What was measured is kept in {state}: REMEDY, and the same command goes on"
+            self._stack.enter_context(atomic_files.add_write_advice(f"{advice} from it"))
+        self._stack.callback(self.close)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -101,14 +109,6 @@ class SearchJournal:
         if self.get(key) is None:
             self._pending.append((key, value))
 
-    @staticmethod
-    def resume_advice(folder: str | os.PathLike[str] | None) -> str:
-        """Return how to go on if a file cannot be written; see `atomic_files.add_write_advice`."""
-        if folder is None:
-            return ""
-        state = Path(folder) / JOURNAL_FILE
-        return f"What was measured is kept in {state}: REMEDY, and the same command goes on from it"
-
     def lock(self) -> None:
         """Lock the folder until `close`, and read what other processes have added before.
 
@@ -120,21 +120,20 @@ class SearchJournal:
 
     def close(self) -> None:
         """Release the folder's lock."""
-        if self._run_folder is not None:
-            self._run_folder.unlock()
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def _lock(self) -> None:
         folder = self._run_folder
-        if folder is None or folder.is_locked:
+        if folder is None or self._held is not None:
             return
-        folder.lock()
-        try:
+        with contextlib.ExitStack() as attempt:  # one that fails reads again before it writes
+            attempt.enter_context(folder.locked())
             self._read(folder)  # other processes may have written since
             if self._is_damaged:
                 folder.journal(JOURNAL_FILE).rewrite(self._valid_lines)
-        except BaseException:
-            folder.unlock()  # so that the next attempt reads again before it writes
-            raise
+            self._held = attempt.pop_all()
 
     def _write(self, key: str, value: dict[str, Any]) -> dict[str, Any]:
         self._lock()
@@ -201,14 +200,6 @@ class SearchJournal:
                 f"{method} plans by its budget, which was {first['budget']} when the search in "
                 f"this folder began, and is {budget} now: give the same budget, or another folder"
             )
-
-    def get_sanity(self, kind: str, samples: Sequence[Sample]) -> dict[str, Any] | None:
-        """Return the stored result of a sanity check, or None."""
-        return self.get(f"able/{kind}/{samples_digest(samples)}")
-
-    def put_sanity(self, kind: str, samples: Sequence[Sample], sanity: dict[str, Any]) -> None:
-        """Store the result of a sanity check together with the next measurement."""
-        self.put_with_next(f"able/{kind}/{samples_digest(samples)}", sanity)
 
     def _read(self, folder: RunFolder) -> None:
         if folder.path.exists() and not folder.path.is_dir():

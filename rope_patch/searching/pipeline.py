@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.extension import Extension
-from rope_patch.inference.samples import Sample
+from rope_patch.inference.samples import Sample, samples_digest
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.loop import search_loop
@@ -165,8 +165,7 @@ def search(
         **sample_sets.identity(sets),
         "versions": dependency_versions(),
     }
-    resume_advice = atomic_files.add_write_advice(SearchJournal.resume_advice(folder))
-    with resume_advice, eval_mode(live), SearchJournal(folder, identity, processes) as journal:
+    with eval_mode(live), SearchJournal(folder, identity, processes) as journal:
         journal.require_same_budget(method, budget, strategy.resumable)
         bar = SearchProgress(
             space,
@@ -252,7 +251,8 @@ def _require_competent_model(
     """Raise if the unpatched model fails the search's task at its trained length."""
     for kind, samples in sets.sanity.items():
         fitness = make_fitness(samples)
-        sanity = journal.get_sanity(kind, samples)
+        key = f"able/{kind}/{samples_digest(samples)}"
+        sanity = journal.get(key)
         if sanity is None:
             plain = _require_complete(fitness.measure(None))
             control: Sequence[float | None] = unigram_loss(fitness.samples)
@@ -260,7 +260,7 @@ def _require_competent_model(
                 control = _require_complete(make_fitness(sets.controls[kind]).measure(None)).nll
             sanity = compare_with_control(kind, length, plain, control)
         require_competence(sanity)
-        journal.put_sanity(kind, samples, sanity)
+        journal.put_with_next(key, sanity)
 
 
 def _require_complete(evaluation: Evaluation) -> Evaluation:

@@ -153,8 +153,8 @@ DEFECTS = [
     Defect(
         "two runs write into one folder",
         "rope_patch/runs/run_folder.py",
-        "            lock.acquire(timeout=0)\n",
-        "            pass\n",
+        "                lock.acquire(timeout=0)\n",
+        "                pass\n",
         ("tests/utils/test_processes.py::test_a_second_evaluation_is_refused_before_it_writes",),
     ),
     Defect(

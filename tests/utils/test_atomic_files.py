@@ -88,8 +88,9 @@ def test_errors_unrelated_to_the_disk_pass_unchanged(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     locking = pytest.raises(OSError, match="cannot be locked")
-    with locking as error_info, explain_write_errors(tmp_path, "the search"):
-        RunFolder(tmp_path).lock()
+    writing = explain_write_errors(tmp_path, "the search")
+    with locking as error_info, writing, RunFolder(tmp_path).locked():
+        pass
     assert not isinstance(error_info.value, NotWritten)
 
 

@@ -95,10 +95,9 @@ def test_two_processes_give_the_results_of_one(tmp_path):
 
 
 def _hold(folder, ready):
-    run = RunFolder(folder)
-    run.lock()
-    ready.set()
-    time.sleep(600)  # until it is killed
+    with RunFolder(folder).locked():
+        ready.set()
+        time.sleep(600)  # until it is killed
 
 
 def test_a_killed_process_leaves_no_lock(tmp_path):
@@ -106,8 +105,9 @@ def test_a_killed_process_leaves_no_lock(tmp_path):
     holder = FORK.Process(target=_hold, args=(tmp_path, ready))
     holder.start()
     assert ready.wait(60)
-    with pytest.raises(ValueError, match=f"another process works in {tmp_path}: wait for it"):
-        RunFolder(tmp_path).lock()
+    refused = pytest.raises(ValueError, match=f"another process works in {tmp_path}: wait for it")
+    with refused, RunFolder(tmp_path).locked():
+        pass
     holder.kill()
     holder.join()
     with RunFolder(tmp_path).locked(Processes()):
@@ -139,17 +139,20 @@ def test_all_processes_of_a_run_get_the_lock_or_none(tmp_path):
 def test_the_lock_is_released_after_an_error(tmp_path):
     with pytest.raises(KeyError), RunFolder(tmp_path).locked(Processes()):
         raise KeyError
-    RunFolder(tmp_path).lock()
+    with RunFolder(tmp_path).locked():
+        pass
 
 
 def test_a_folder_that_cannot_be_locked_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"file cannot be locked .*give another folder"):
-        RunFolder(tmp_path / "file").lock()
+    refused = pytest.raises(OSError, match=r"file cannot be locked .*give another folder")
+    with refused, RunFolder(tmp_path / "file").locked():
+        pass
 
     def no_locks(*_):  # as on some network file systems
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with pytest.raises(OSError, match=r"cannot be locked .*No locks available.*another folder"):
-        RunFolder(tmp_path).lock()
+    refused = pytest.raises(OSError, match=r"cannot be locked .*No locks available.*another folder")
+    with refused, RunFolder(tmp_path).locked():
+        pass
