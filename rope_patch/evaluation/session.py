@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.request import BASELINE, EvalRequest
 from rope_patch.evaluation.results_schema import MethodRecord, TokenCounts
 from rope_patch.inference.answers import AnswerStore, answer_key
+from rope_patch.methods import Frequencies
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching import Patch, patch
 from rope_patch.patching.active import current
@@ -329,12 +330,13 @@ def rotation_identity(handle: Patch | EncodingPatch, length: int, end: int) -> A
             return changing
         # Another file may compute other numbers under the same name, a scaling of the config's may
         # lie below them, or layers of some types may change alone.
-        return [*changing, *(_numbers_at(handle, each) for each in (1, length, end))]
-    rotation: dict[str, Any] = {}
-    for layer_type, frequencies in handle.frequencies_at(length).items():
-        if not frequencies.close_to(handle.original_frequencies[layer_type]):
-            numbers = [frequencies.attention_factor, *frequencies.inv_freq.tolist()]
-            rotation[layer_type or "all"] = numbers
+        return [*changing, *(_numbers(handle.frequencies_at(n)) for n in (1, length, end))]
+    changed = {
+        layer_type: frequencies
+        for layer_type, frequencies in handle.frequencies_at(length).items()
+        if not frequencies.close_to(handle.original_frequencies[layer_type])
+    }
+    rotation: dict[str, Any] = dict(_numbers(changed))
     rotation |= handle.method.attention_changes(end, handle.trained_length)
     if rotation and handle.method.start_token_count:
         rotation["kept tokens"] = handle.method.start_token_count
@@ -353,10 +355,11 @@ def _keeps_bits(handle: Patch) -> bool:
     return follows or not torch.cuda.is_available()
 
 
-def _numbers_at(handle: Patch, length: int) -> dict[str, list[float]]:
+def _numbers(frequencies: Mapping[str | None, Frequencies]) -> dict[str, list[float]]:
+    # Not `Frequencies.key`: stored answers are found again under the numbers as they were written.
     return {
-        layer_type or "all": [frequencies.attention_factor, *frequencies.inv_freq.tolist()]
-        for layer_type, frequencies in handle.frequencies_at(length).items()
+        layer_type or "all": [each.attention_factor, *each.inv_freq.tolist()]
+        for layer_type, each in frequencies.items()
     }
 
 

@@ -32,16 +32,24 @@ class Frequencies:
     inv_freq: torch.Tensor
     attention_factor: float = 1.0
 
-    def same_as(self, other: Frequencies) -> bool:
-        """Return whether both are equal in float32, the precision in which models rotate."""
+    @property
+    def key(self) -> str:
+        """Return a key that is equal for equal numbers in float32, in which models rotate."""
         import torch
 
-        return self.attention_factor == other.attention_factor and torch.equal(
-            self.inv_freq.float(), other.inv_freq.float()
-        )
+        numbers = [*self.inv_freq.tolist(), self.attention_factor]
+        return torch.tensor(numbers, dtype=torch.float32, device="cpu").numpy().tobytes().hex()
+
+    def same_as(self, other: Frequencies) -> bool:
+        """Return whether both are equal in float32."""
+        return self.key == other.key
 
     def close_to(self, other: Frequencies) -> bool:
-        """Return whether both are equal up to float32 rounding in their computation."""
+        """Return whether both are equal up to float32 rounding in their computation.
+
+        This is no key: of three rotations the first may be close to the second, and the second to
+        the third, and the first not to the third.
+        """
         import torch
 
         return (
@@ -49,6 +57,30 @@ class Frequencies:
             and abs(self.attention_factor - other.attention_factor) < 1e-6
             and torch.allclose(
                 self.inv_freq.double(), other.inv_freq.double(), rtol=2e-6, atol=2 / NO_ROTATION
+            )
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """The rotation of a model's layers for sequences of one length.
+
+    Attributes:
+        frequencies: By layer type.
+        softmax_mscale: mscale in the softmax scale (squared) of MLA models; 1 for all others.
+    """
+
+    frequencies: dict[str | None, Frequencies]
+    softmax_mscale: float = 1.0
+
+    def close_to(self, other: Rotation) -> bool:
+        """Return whether both rotate alike, up to float32 rounding in their computation."""
+        return (
+            self.frequencies.keys() == other.frequencies.keys()
+            and abs(self.softmax_mscale - other.softmax_mscale) < 1e-6
+            and all(
+                each.close_to(other.frequencies[layer_type])
+                for layer_type, each in self.frequencies.items()
             )
         )
 

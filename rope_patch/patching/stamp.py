@@ -182,13 +182,11 @@ def rotation_digest(plan: PatchPlan, after: dict[str | None, Frequencies]) -> st
     sets, start = set(), set()
     for traits in plan.rotaries:
         before = traits.frequencies
-        sets |= {
-            (str(layer_type), _float32_hex((before | after)[layer_type])) for layer_type in before
-        }
+        sets |= {(str(layer_type), (before | after)[layer_type].key) for layer_type in before}
         if plan.method.start_token_count:
             start_tokens = start_frequencies(plan.geometries, before)
             start |= {
-                (str(layer_type), _float32_hex(frequencies))
+                (str(layer_type), frequencies.key)
                 for layer_type, frequencies in start_tokens.items()
             }
     parts = (
@@ -276,8 +274,3 @@ def innermost_decoders(model: nn.Module, rotaries: list[RotaryModule]) -> list[n
         for module in inner.values()
         if not any(id(part) in inner for part in module.modules() if part is not module)
     ]
-
-
-def _float32_hex(frequencies: Frequencies) -> str:
-    numbers = [*frequencies.inv_freq.tolist(), frequencies.attention_factor]
-    return torch.tensor(numbers, dtype=torch.float32, device="cpu").numpy().tobytes().hex()

@@ -13,6 +13,7 @@ import torch
 
 from rope_patch.extension import Extension
 from rope_patch.methods import Frequencies
+from rope_patch.methods.base import Rotation
 from rope_patch.methods.origin import Origin
 from rope_patch.methods.recorded import Recorded
 from rope_patch.methods.registry import find_method
@@ -114,13 +115,8 @@ def require_recorded(plan: PatchPlan, sidecar: dict[str, Any]) -> None:
     """
     if OUTSIDE not in sidecar:
         return
-    recorded, mscale = sidecar_frequencies(sidecar), sidecar.get("sharpening", 1.0)
-    computed = plan.frequencies()
-    if (
-        recorded.keys() == computed.keys()
-        and all(computed[each].close_to(recorded[each]) for each in recorded)
-        and abs(plan.softmax_mscale - mscale) <= 1e-6
-    ):
+    recorded = Rotation(sidecar_frequencies(sidecar), sidecar.get("sharpening", 1.0))
+    if recorded.close_to(Rotation(plan.frequencies(), plan.softmax_mscale)):
         return
     raise Refused(
         f"{plan.method.name!r} computes other frequencies here than {sidecar['method']!r} did when "

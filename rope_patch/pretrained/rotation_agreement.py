@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_patch.methods.base import Rotation
 from rope_patch.patching import Patch
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_owner, find_rotaries
@@ -36,8 +37,6 @@ def describe_patch(handle: Patch) -> str:
 
 def rotate_alike(first: Patch, second: Patch) -> bool:
     """Return whether two patches of one model change sequences of all lengths alike."""
-    if abs(first.softmax_mscale - second.softmax_mscale) > 1e-6:
-        return False
     if first.method.start_token_count != second.method.start_token_count:
         return False
     lengths = {1.0}
@@ -47,9 +46,11 @@ def rotate_alike(first: Patch, second: Patch) -> bool:
     # Layer types that a patch does not change rotate as in the unpatched model.
     original = first.original_frequencies | second.original_frequencies
     for length in lengths:
-        ours = original | first.frequencies_at(length)
-        theirs = original | second.frequencies_at(length)
-        if not all(ours[layer_type].close_to(theirs[layer_type]) for layer_type in original):
+        ours, theirs = (
+            Rotation(original | handle.frequencies_at(length), handle.softmax_mscale)
+            for handle in (first, second)
+        )
+        if not ours.close_to(theirs):
             return False
         if _attention_changes(first, length) != _attention_changes(second, length):
             return False
@@ -64,11 +65,7 @@ def _attention_changes(handle: Patch, length: float) -> tuple[object, ...]:
 
 def matches_sidecar(handle: Patch, sidecar: dict[str, Any]) -> bool:
     """Return whether a patch has the frequencies of a sidecar."""
-    expected = sidecar_frequencies(sidecar)
-    return expected.keys() == handle.frequencies.keys() and all(
-        frequencies.close_to(expected[layer_type])
-        for layer_type, frequencies in handle.frequencies.items()
-    )
+    return Rotation(handle.frequencies).close_to(Rotation(sidecar_frequencies(sidecar)))
 
 
 def config_already_rotates_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:

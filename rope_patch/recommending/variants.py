@@ -46,7 +46,10 @@ class VariantRotation:
 
     @property
     def key(self) -> str:
-        """Return the rotation's key in the journal: its method, options and factor."""
+        """Return the rotation's key in the journal: its method, options and factor.
+
+        The request, not `Frequencies.key`: journals of earlier releases have it.
+        """
         if self.candidate is None:
             return PLAIN
         request = [self.candidate.method, self.candidate.options, self.factor]

@@ -76,6 +76,7 @@ class Candidate:
             ValueError: The method refuses the options.
             TypeError: The method has no such options.
         """
+        # Digits, not `Frequencies.key`: what differs by rounding alone is measured once.
         numbers = [*self.stretch(space), self.attention_factor(space)]
         rounded = (f"{number:.{digits}g}" for number in numbers)
         method = self._build(space)

@@ -140,7 +140,11 @@ def recipe_identity(
 
 
 def rotation_of(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of an identity that weights must share to be averaged."""
+    """Return the part of an identity that weights must share to be averaged.
+
+    Requests, not frequencies: they are read of checkpoints, without a model, and LoRA's are among
+    them.
+    """
     return {key: identity[key] for key in _ROTATION if key in identity}
 
 
@@ -293,6 +297,7 @@ def _outside_frequencies(handle: Patch | None) -> dict[str, Any]:
     if handle is None or method_origin(handle.method) is None:
         return {}
     lengths = (1, handle.trained_length, handle.length or 2 * handle.trained_length)
+    # Not `Frequencies.key`: folders of earlier releases hold the digest of the numbers as written.
     numbers = [
         [str(layer_type), frequencies.attention_factor, frequencies.inv_freq.tolist()]
         for length in lengths

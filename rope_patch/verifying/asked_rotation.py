@@ -12,6 +12,7 @@ from torch import nn
 from rope_patch.extension import Extension
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
+from rope_patch.methods.base import Rotation
 from rope_patch.patching import Patch, patch_rotation
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
@@ -21,7 +22,6 @@ from rope_patch.patching.method_wrappers import MethodWrapper
 from rope_patch.patching.mla_scale import SoftmaxScaled, config_mscale, find_mla_attentions
 from rope_patch.rope_config import by_layer_type, config_rope_type
 from rope_patch.utils.errors import Refused
-from rope_patch.verifying.hypothesis import Rotation
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
+from rope_patch.methods.base import Rotation
 from rope_patch.methods.linear import Linear
 from rope_patch.methods.ntk import NTK
 from rope_patch.methods.position_map import PositionMap
@@ -15,7 +16,7 @@ from rope_patch.methods.yarn import YaRN
 from rope_patch.patching.method_wrappers import unwrap
 from rope_patch.utils.errors import Refused
 from rope_patch.verifying.asked_rotation import AskedRotation, with_factor
-from rope_patch.verifying.hypothesis import AS_ASKED, CLAMPS, WRAPS, Hypothesis, Rotation
+from rope_patch.verifying.hypothesis import AS_ASKED, CLAMPS, WRAPS, Hypothesis
 
 # Bases that engines fall back to, and those of common checkpoints.
 _THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)

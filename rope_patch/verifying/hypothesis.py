@@ -7,34 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.extension import Extension
-from rope_patch.methods import Frequencies
+from rope_patch.methods.base import Rotation
 
 AS_ASKED = "as-asked"
 WRAPS, CLAMPS = "wraps", "clamps"
-
-
-@dataclass(frozen=True, eq=False)
-class Rotation:
-    """The rotation of all layers for sequences of one length.
-
-    Attributes:
-        frequencies: By layer type.
-        softmax_mscale: mscale in the softmax scale (squared) of MLA models; 1 for all others.
-    """
-
-    frequencies: dict[str | None, Frequencies]
-    softmax_mscale: float = 1.0
-
-    def close_to(self, other: Rotation) -> bool:
-        """Return whether both rotate alike, up to float32 rounding."""
-        return (
-            self.frequencies.keys() == other.frequencies.keys()
-            and abs(self.softmax_mscale - other.softmax_mscale) < 1e-6
-            and all(
-                each.close_to(other.frequencies[layer_type])
-                for layer_type, each in self.frequencies.items()
-            )
-        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,13 +11,14 @@ from torch import nn
 from transformers import DynamicCache
 
 from rope_patch.inference.prefix_reader import input_device
+from rope_patch.methods.base import Rotation
 from rope_patch.patching import patch_rotation
 from rope_patch.patching.frequency_buffers import set_frequencies
 from rope_patch.patching.mla_scale import base_softmax_scale, find_mla_attentions
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.forwards import cache_arguments
 from rope_patch.verifying.asked_rotation import AskedRotation
-from rope_patch.verifying.hypothesis import WRAPS, Hypothesis, Rotation
+from rope_patch.verifying.hypothesis import WRAPS, Hypothesis
 from rope_patch.verifying.probe_prompts import ProbePrompt
 
 _CHUNK = 2**25  # numbers in the log-softmax at once

@@ -34,9 +34,9 @@ DEFECTS = [
     ),
     Defect(
         "a rotation's digest leaves the attention factor out",
-        _STAMP,
-        "    numbers = [*frequencies.inv_freq.tolist(), frequencies.attention_factor]\n",
-        "    numbers = frequencies.inv_freq.tolist()\n",
+        "rope_patch/methods/base.py",
+        "        numbers = [*self.inv_freq.tolist(), self.attention_factor]\n",
+        "        numbers = self.inv_freq.tolist()\n",
         (f"{_TESTS}/test_stamp.py::test_cache_of_other_options_is_refused",),
     ),
     Defect(

@@ -158,8 +158,8 @@ DEFECTS = [
     Defect(
         "a method from outside that computes other numbers than when it was saved loads in silence",
         "rope_patch/pretrained/recorded_rotation.py",
-        "    if OUTSIDE not in sidecar:\n        return\n    recorded,",
-        "    return\n    recorded,",
+        "    if OUTSIDE not in sidecar:\n        return\n    recorded =",
+        "    return\n    recorded =",
         (
             "tests/pretrained/test_trained_record.py::test_another_computation_under_the_same_name_is_refused",
         ),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rope_patch.extension import Extension
+from rope_patch.methods.base import Rotation
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching.handle import Patch
 from rope_patch.patching.method_wrappers import unwrap
@@ -251,8 +252,8 @@ def _lengths(handle: Patch) -> Lengths:
     if trained > _LONGEST_TRAINED:
         raise CannotShrink(f"its trained length stays {trained:,} tokens")
     for start in range(trained + trained // 4, 4 * trained + 4 * _STRETCH):
-        first, last = (handle.frequencies_at(n) for n in (start, start + _STRETCH))
-        if all(first[layer_type].close_to(last[layer_type]) for layer_type in first):
+        first, last = (Rotation(handle.frequencies_at(n)) for n in (start, start + _STRETCH))
+        if first.close_to(last):
             return Lengths(trained, start, start + _STRETCH)
     raise CannotShrink("its rotation changes with every token")
 
