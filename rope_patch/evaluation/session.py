@@ -189,8 +189,7 @@ class Session:
         yield lm
         self.tokens["asked"] += lm.prompt_tokens
         self.tokens["read"] += lm.computed_tokens
-        self._add_earlier(lm.earlier_seconds)
-        self._add_stored(lm.stored_seconds)
+        self._add_seconds(lm.stored_seconds, lm.earlier_seconds)
 
     def compute_cached(self, pieces: Sequence[CachedComputation[T]]) -> list[T]:
         """Return the values of all pieces; compute those that no earlier run left."""
@@ -211,25 +210,20 @@ class Session:
         stored = {
             key: self.run_folder.read(_piece_file(key), format=_FORMAT, key=key) for key in by_key
         }
+        seconds = {key: piece.get("seconds", 0.0) for key, piece in stored.items()}
         new = [key for key in stored if key not in self._pieces]
-        self._add_stored(sum(stored[key].get("seconds", 0.0) for key in new))
-        self._pieces.update(missing)
-        for key in stored.keys() - self._pieces:
-            self.continued = True
-            self._add_earlier(stored[key].get("seconds", 0.0))
-        self._pieces.update(stored)
+        earlier = [key for key in new if key not in missing]
+        self._pieces.update(new)
+        self.continued = self.continued or bool(earlier)
+        self._add_seconds(sum(seconds[key] for key in new), sum(seconds[key] for key in earlier))
         return [stored[key]["value"] for key in keys]
 
-    def _add_earlier(self, seconds: float) -> None:
-        """Add the time of an earlier run's results."""
+    def _add_seconds(self, stored: float, earlier: float) -> None:
+        """Add the time that is stored with results, and that of those which an earlier run left."""
+        self.earlier_seconds += earlier
         if self._part:
-            self.seconds[self._part] = self.seconds.get(self._part, 0) + seconds
-        self.earlier_seconds += seconds
-
-    def _add_stored(self, seconds: float) -> None:
-        """Add the time that is stored with results."""
-        if self._part:
-            self.stored_seconds[self._part] = self.stored_seconds.get(self._part, 0) + seconds
+            self.seconds[self._part] = self.seconds.get(self._part, 0) + earlier
+            self.stored_seconds[self._part] = self.stored_seconds.get(self._part, 0) + stored
 
     def try_compute_cached(
         self, name: str, pieces: Sequence[CachedComputation[T]]

@@ -77,8 +77,8 @@ DEFECTS = [
     Defect(
         "a run that uses an earlier run's pieces says that it is not continued",
         _SESSION,
-        "            self.continued = True\n            self._add_earlier(stored",
-        "            self._add_earlier(stored",
+        "        self.continued = self.continued or bool(earlier)\n",
+        "",
         (
             "tests/evaluation/test_stored_results.py::test_a_run_that_uses_pieces_of_an_earlier_one_says_so_and_counts_their_time",
         ),
@@ -86,8 +86,8 @@ DEFECTS = [
     Defect(
         "the time of an earlier run's pieces is counted in no part",
         _SESSION,
-        '            self._add_earlier(stored[key].get("seconds", 0.0))\n',
-        "",
+        "sum(seconds[key] for key in earlier))\n",
+        "0.0)\n",
         (
             "tests/evaluation/test_stored_results.py::test_a_run_that_uses_pieces_of_an_earlier_one_says_so_and_counts_their_time",
         ),
