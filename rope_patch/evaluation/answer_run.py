@@ -86,7 +86,7 @@ class AnswerRun:
         bundles = self._bundles(questions)
         # The main process decides what is missing, because others may already see new answers.
         missing = self._processes.broadcast(
-            [i for i, bundle in enumerate(bundles) if self._missing(bundle.questions())]
+            [i for i, bundle in enumerate(bundles) if self._answers.missing(bundle.questions())]
         )
         pending = [part for i in missing for part in self._parts(bundles[i])]
         mine = self._processes.own_share(
@@ -120,10 +120,7 @@ class AnswerRun:
             prompts = dict.fromkeys(tuple(q.ids) for q in written)
             parts.append(_Bundle(written, [scored.pop(p) for p in prompts if p in scored]))
         parts += [_Bundle([], [group]) for group in scored.values()]
-        return [part for part in parts if self._missing(part.questions())]
-
-    def _missing(self, questions: list[Question]) -> list[Question]:
-        return [q for q in questions if not self._answers.is_answered(q.key)]
+        return [part for part in parts if self._answers.missing(part.questions())]
 
     def _split(self, group: list[Question], answerer: Answerer) -> list[list[Question]]:
         """Return the parts of a group that are computed together.
@@ -141,7 +138,7 @@ class AnswerRun:
         """Answer questions that begin alike; targets are scored while their prompt is in memory."""
         waiting = {tuple(group[0].ids): group for group in part.scored}
         self._writer.after_prompt = partial(self._score_waiting, waiting, bar)
-        if self._missing(part.written):
+        if self._answers.missing(part.written):
             self._answer_group(part.written, self._writer, bar)
         for prompt in list(waiting):
             self._score_waiting(waiting, bar, list(prompt))
@@ -152,7 +149,7 @@ class AnswerRun:
         """Score the targets of one prompt, if some are waiting."""
         started = time.monotonic()
         for group in self._split(waiting.pop(tuple(ids), []), self._scorer):
-            if self._missing(group):
+            if self._answers.missing(group):
                 self._answer_group(group, self._scorer, bar)
         self._scoring_seconds += time.monotonic() - started
 
@@ -164,7 +161,7 @@ class AnswerRun:
                 self._answer_group(group[i : i + size], answerer, bar)
             return
         started, before, answers = time.monotonic() - self._scoring_seconds, bar.n, None
-        missing = self._missing(group)
+        missing = self._answers.missing(group)
         if len(group) > 1:
             try:
                 answers = answerer.answer_together(group, bar.update)

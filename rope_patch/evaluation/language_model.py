@@ -231,9 +231,6 @@ class LongContextLM(RollingLikelihood, HFLM):
         texts = [request for request in requests if request.request_type == "generate_until"]
         return [self._generation_question(request) for request in texts]
 
-    def _missing(self, questions: list[Question]) -> list[Question]:
-        return [q for q in questions if not self._answers.is_answered(q.key)]
-
     def _claim_seconds(self, questions: list[Question]) -> None:
         keys = [question.key for question in questions]
         self.earlier_seconds += self._answers.claim_earlier_seconds(keys)
@@ -245,11 +242,7 @@ class LongContextLM(RollingLikelihood, HFLM):
         ordered = sorted(by_key.values(), key=lambda q: (len(q.ids), q.ids))
         batches = list(make_batches(ordered, self._batch_tokens))
         missing = self._processes.broadcast(
-            [
-                i
-                for i, b in enumerate(batches)
-                if not all(self._answers.is_answered(j.key) for j in b)
-            ]
+            [i for i, batch in enumerate(batches) if self._answers.missing(batch)]
         )
         pending = [batches[i] for i in missing]
         mine = self._processes.own_share(pending, lambda batch: len(batch) * batch[-1].tokens)
@@ -277,7 +270,7 @@ class LongContextLM(RollingLikelihood, HFLM):
             answers = [{"error": describe_error(error)}]
         # A killed run may have left a batch half written. What is stored is each one's share of
         # the batch, so that a half written one counts as a whole one does.
-        missing = {question.key for question in self._missing(questions)}
+        missing = {question.key for question in self._answers.missing(questions)}
         seconds = (time.monotonic() - started) / len(questions)
         for question, answer in zip(questions, answers, strict=True):
             if question.key in missing:

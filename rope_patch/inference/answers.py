@@ -58,6 +58,10 @@ class AnswerStore:
         """Return whether there is an answer without an error."""
         return "error" not in self._answers.get(key, {"error": "not asked"})
 
+    def missing(self, questions: Iterable[Any]) -> list[Any]:
+        """Return those questions, by their `key`, that have no answer without an error."""
+        return [question for question in questions if not self.is_answered(question.key)]
+
     def has_failed(self, key: str) -> bool:
         """Return whether the question was asked and failed."""
         return "error" in self._answers.get(key, {})

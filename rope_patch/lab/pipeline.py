@@ -56,7 +56,7 @@ def run_lab(
         )
         with bar:
             for cell, record in _results(left, settings, journal, processes, bar):
-                journal.append(record)
+                journal.file.append(checksums.seal(record))
                 journal.checkpoint(cell).unlink(missing_ok=True)
                 done[cell] = record
     return {
@@ -87,15 +87,19 @@ class CellJournal:
 
     Args:
         folder: The run's folder.
+
+    Attributes:
+        run_folder: The folder.
+        file: The file of results.
     """
 
     def __init__(self, folder: Path) -> None:
         self.run_folder = RunFolder(folder)
-        self._file = self.run_folder.journal("cells.jsonl")
+        self.file = self.run_folder.journal("cells.jsonl")
 
     def read(self, settings: LabSettings) -> dict[Cell, dict[str, Any]]:
         """Return the results of the settings' cells that are finished; damaged lines are not."""
-        entries = check_lines(self._file.lines()).entries
+        entries = check_lines(self.file.lines()).entries
         found: dict[Cell, dict[str, Any]] = {}
         for cell in settings.cells():
             identity = settings.identity(cell)
@@ -103,14 +107,6 @@ class CellJournal:
                 if entry.get("cell") == identity:
                     found[cell] = entry
         return found
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Write a cell's results to the disk.
-
-        Raises:
-            NotWritten: They could not be written.
-        """
-        self._file.append(checksums.seal(record))
 
     def checkpoint(self, cell: Cell) -> Path:
         """Return where a cell in progress keeps its training."""

@@ -93,7 +93,6 @@ class Trainer:
         }
         buffer = io.BytesIO()
         torch.save(state, buffer)
-        checkpoint.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(checkpoint, buffer.getvalue())
 
     def _restore(self, checkpoint: Path) -> None:
