@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rope_patch.utils import atomic_files, checksums
 from rope_patch.utils.journal import JournalFile
 from rope_patch.utils.processes import Processes
 
-logger = getLogger("rope_patch")
+logger = logging.getLogger("rope_patch")
 
 LOCK, CLOCK = ".lock", "clock.json"  # an empty file, and the seconds of each step
 _LONGEST, _SHOWN = 160, 140  # characters of a value in an error, and of one that is cut
