@@ -18,10 +18,8 @@ rooms decide what is stored under which name, and say what a refusal means for t
 
 Results that many runs share have no identity of the run. Each says itself what it depends on: the
 answers of evaluations by their key (`inference.answers`), the lab's cells by their settings.
-
-Open `run_folder` first.
 """
 
 from rope_patch.utils.front import front
 
-front(__name__, {"run_folder": "RunFolder", "wall_clock": "WallClock"})
+front(__name__, {"run_folder": "RunFolder WallClock"})

@@ -133,7 +133,7 @@ def test_files_that_keep_their_name_and_size_are_others_by_their_contents(tmp_pa
 
 
 def test_the_page_shows_how_long_a_step_has_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.runs.wall_clock._HEARTBEAT", 0.05)
+    monkeypatch.setattr("rope_patch.runs.run_folder._HEARTBEAT", 0.05)
     clock = WallClock(tmp_path / "clock.json", 600.0, {"measure": 1.0, "publish": 1.0})
     page = ProgressPage(tmp_path, "a model", ["measure", "publish"], clock, "a command")
     page.begin("measure", clock.allot("measure", 0))

@@ -138,7 +138,7 @@ DEFECTS = [
     ),
     Defect(
         "a step has less of the budget where a kill lost some time",
-        "rope_patch/runs/wall_clock.py",
+        "rope_patch/runs/run_folder.py",
         "            left = max(0.0, self.budget - used)\n",
         "            left = max(0.0, self.budget - self.spent() + self.spent(step))\n",
         (
