@@ -6,12 +6,13 @@ front(
     __name__,
     {
         "kernels.implementations": (
-            "Implementation Unavailable auto_implementation builtin_implementations"
+            "Implementation Unavailable auto_implementation builtin_implementations describe_error"
         ),
         "kernels.launch_count": "LaunchCounts count_launches",
         "kernels.request": "KernelBenchRequest",
+        "kernels.operator_count": "OperatorCount",
         "kernels.third_party": "third_party_implementations",
-        "kernels.shapes": "SHAPES Problem samples_needed",
+        "kernels.shapes": "SHAPES VIEWS Problem Shape samples_needed",
         "kernels.timing": "QueueSleep peak_memory time_calls",
         "kernels.workers": "CopyBaseline ImplementationRun copied_bytes moved_bytes",
     },

@@ -8,7 +8,9 @@ from functools import cached_property
 
 import torch
 
-VIEWS, PACKED, BHSD = "views", "packed", "bhsd-gradients"
+VIEWS = "views"
+PACKED = "packed"
+BHSD = "bhsd-gradients"
 LAYOUTS = {
     VIEWS: "queries and keys as transposed views of what two projections wrote, gradients too",
     PACKED: "queries and keys as slices of what one packed projection wrote",
