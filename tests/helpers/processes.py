@@ -40,7 +40,7 @@ class _FreshContext(ForkServerContext):
 
 # Forks from a process that has run nothing, so that no lock, thread or patch of ours goes along.
 FRESH = _FreshContext()
-FRESH.set_forkserver_preload(["rope_patch.training.trainer", "rope_patch.training.loop"])
+FRESH.set_forkserver_preload(["rope_patch.training.trainer", "training_loop"])
 
 
 def run_code(code):
