@@ -8,20 +8,19 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
 import triton
+from helpers.processes import python_path
 
 from machine_code import host_time
 from machine_code.launch_code import Code
 from machine_code.rival_code import OURS, format_comparison, missing
 from machine_code.sass import TOOLS
 
-TESTS = Path(__file__).parents[1]
 HAS_TOOLS = (TOOLS / "nvdisasm").is_file()
 
 COPY_KERNEL = """
@@ -119,7 +118,7 @@ def lines(tmp_path_factory):
     (folder / "rotary.py").write_text(STAND_IN)
     process = subprocess.run(
         [sys.executable, "-c", (RIVALS if HAS_TOOLS else "print()") + COPY_KERNEL + CODE, folder],
-        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(TESTS)},
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
     )

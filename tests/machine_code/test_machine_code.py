@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from helpers.processes import python_path
 
 pytest.importorskip("triton")
 
@@ -22,7 +23,7 @@ from machine_code.launch_code import Code, format_table
 from machine_code.rival_code import OURS, format_comparison
 from machine_code.sass import TOOLS
 
-TESTS = Path(__file__).parents[1]
+DOCS = Path(__file__).parents[2] / "docs"
 NVIDIA, AMD = ("sm_80", "sm_90", "sm_100"), "gfx942"
 JOBS = MODEL_JOBS | VARIANT_JOBS
 
@@ -144,12 +145,10 @@ def run_command(tmp_path_factory):
         with FileLock(output_file.with_suffix(".lock")):
             if not output_file.exists():
                 env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-                paths = [str(TESTS), *filter(None, [env.get("PYTHONPATH")])]
-                env["PYTHONPATH"] = os.pathsep.join(paths)
+                env["PYTHONPATH"] = python_path()
                 command = [sys.executable, "-m", "machine_code", "--json", "--target", target]
-                result = subprocess.run(
-                    [*command, *options], env=env, capture_output=True, text=True
-                )
+                command += options
+                result = subprocess.run(command, env=env, capture_output=True, text=True)
                 assert result.returncode == 0, result.stderr
                 output_file.write_text(result.stdout)
         return json.loads(output_file.read_text())
@@ -351,7 +350,7 @@ def test_table_in_docs_is_what_the_command_prints(compile_jobs):
 
 def require_in_docs(table):
     """Compare; versions of Triton differ by a few instructions, so by a hundredth of the slots."""
-    docs = (TESTS.parent / "docs" / "kernels.md").read_text()
+    docs = (DOCS / "kernels.md").read_text()
     printed = table.splitlines()
     start = docs.splitlines().index(printed[0])
     documented = docs.splitlines()[start : start + len(printed)]
