@@ -80,7 +80,7 @@ test-triton: $(VENV)/installed $(RIVALS)/files $(TRITONS:%=out/triton-%)
 		$(RECORD):$(CURDIR)/out/triton-$$version:$(CURDIR)/$(RIVALS)/packages \
 			RIVALS=$(RIVALS)/files $(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" \
 			-p recording --record $(RUNS)/triton-$$version.json \
-			tests/ops/triton_kernels/test_machine_code.py || exit; \
+			tests/machine_code/test_machine_code.py || exit; \
 	done
 
 # Without extras first: some of them need newer versions of what the package itself needs.

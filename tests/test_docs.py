@@ -210,7 +210,7 @@ def test_documented_commands_need_no_checkout(tmp_path, monkeypatch):
     assert all(clone for _, clone in scripts)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=page_id)
 def test_named_files_exist(page):
     for file in NAMED_FILE.findall(page.read_text()):
         assert (ROOT / file).is_file(), file

@@ -1,18 +1,29 @@
-"""Benchmarks of the kernels and of prefix sharing."""
+"""Measure speed: of the kernels, of evaluations that share prefixes, and of the vLLM plugin.
+
+- `kernels/` is `rope-patch bench` without a model: a `KernelBenchRequest` comes in, results as one
+  dict of plain data go out, and `report` makes text and pages of them. Open `kernels/benchmark.py`
+  first; `kernels/problems.py` has the problems, `kernels/timing.py` the clocks,
+  `kernels/implementations.py` and `third_party.py` what is compared. `kernels/self_test.py` is
+  `rope-patch bench --self-test`.
+- `prefix_sharing` (`python -m rope_patch.benchmarks.prefix_sharing`) compares evaluations with
+  plain lm-eval.
+- `serving` (`python -m rope_patch.benchmarks.serving`) compares the plugin for vLLM with static
+  YaRN.
+"""
 
 from rope_patch.utils.front import front
 
 front(
     __name__,
     {
-        "kernels.implementations": (
-            "Implementation Unavailable auto_implementation builtin_implementations"
-        ),
-        "kernels.launch_count": "LaunchCounts count_launches",
-        "kernels.request": "KernelBenchRequest",
+        "kernels.benchmark": "KernelBenchRequest",
+        "kernels.implementations": "Implementation Unavailable auto_implementation "
+        "builtin_implementations describe_error",
+        "kernels.model_steps": "LaunchCounts OperatorCount count_launches dispatched_launches "
+        "measure_launches",
+        "kernels.problems": "SHAPES VIEWS Problem Shape samples_needed",
         "kernels.third_party": "third_party_implementations",
-        "kernels.shapes": "SHAPES Problem samples_needed",
-        "kernels.timing": "QueueSleep peak_memory time_calls",
-        "kernels.workers": "CopyBaseline ImplementationRun copied_bytes moved_bytes",
+        "kernels.timing": "CopyBaseline ImplementationRun QueueSleep copied_bytes moved_bytes "
+        "peak_memory time_calls",
     },
 )

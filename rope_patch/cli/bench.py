@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extr
 _MODEL_OPTIONS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]
 _MODEL_OPTIONS += ["random_weights"]
 _KERNEL_OPTIONS = ["shapes", "lengths", "batch", "contenders", "rivals", "model_steps"]
-_KERNEL_OPTIONS += ["plan", "page", "self_test"]
+_KERNEL_OPTIONS += ["page", "self_test"]
 
 
 def bench(
@@ -89,14 +90,6 @@ def bench(
     model_steps: Annotated[
         bool, typer.Option(help="Measure steps of small random models, too.")
     ] = True,
-    plan: Annotated[
-        bool,
-        typer.Option(
-            "--plan",
-            help="Print the three commands that measure the kernels on a GPU, each shorter than "
-            "nine minutes and without a network; measure nothing.",
-        ),
-    ] = False,
     page: Annotated[
         bool,
         typer.Option(
@@ -136,7 +129,7 @@ def bench(
     Without a model: the rotation of queries and keys by transformers, torch.compile, the kernels
     of others and ours, forward and backward, beside a copy of as many bytes, each checked against
     float64; and whole steps of small models. Writes bench.html, bench.md, bench.json, bench.png.
-    bench.json is written after each part: a run that was ended continues with the same command.
+    bench.json is written after each part: a run that was ended keeps what it measured.
 
     \b
     Examples:
@@ -150,11 +143,6 @@ def bench(
             option = "compile" if name == "compiled" else name.replace("_", "-")
             form = "needs a MODEL" if model is None else "is for kernels, without a MODEL"
             raise ValueError(f"--{option} {form}: `rope-patch bench --help` shows both forms")
-    if plan:
-        from rope_patch.benchmarks.kernels.plan import as_script
-
-        print(as_script())
-        return
     if page:
         _make_page(out or Path("out/bench"))
         return
@@ -203,9 +191,9 @@ def bench(
 
 def _make_page(folder: Path) -> None:
     """Make the page of the results in a folder."""
-    from rope_patch.benchmarks.kernels.run_state import require_results
+    from rope_patch.benchmarks.kernels.benchmark import read_results
 
-    results = require_results(folder)
+    results = read_results(folder)
     with requires_extra("the page needs", "eval"):
         from rope_patch.benchmarks.kernels import report
     report.write_all(results, folder)
@@ -223,23 +211,26 @@ def _run_self_test(as_json: bool, shapes: tuple[str, ...]) -> None:
 
 
 def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
-    from rope_patch.benchmarks.kernels import benchmark, run_state
+    from rope_patch.benchmarks.kernels import benchmark
     from rope_patch.benchmarks.kernels.implementations import user_inductor_cache
     from rope_patch.utils import atomic_files
 
     atomic_files.require_writable_folder(folder, "the report")
     settings = {name: value for name, value in request.items() if value is not None}
-    with handle_interrupt(), user_inductor_cache(), terminable():
+    results: dict[str, Any] = {}
+    hint = f"{folder} has what was measured"
+    with handle_interrupt(hint), user_inductor_cache(), terminable():
         try:
-            results = benchmark.bench(benchmark.KernelBenchRequest(**settings), folder)
+            benchmark.bench(benchmark.KernelBenchRequest(**settings), folder, results)
         except KeyboardInterrupt:
-            if part_of_results := run_state.read_results(folder):
-                _write_report(part_of_results, folder)
+            if results.get("seconds"):
+                _write_report(results, folder)
             raise
     # Print first, so that a full disk loses no measurement.
     if as_json:
-        print(run_state.as_json(results), end="")
-    with atomic_files.add_write_advice("REMEDY, and the same command makes the page"):
+        print(benchmark.as_json(results), end="")
+    page = f"rope-patch bench --page --out {shlex.quote(str(folder))}"
+    with atomic_files.add_write_advice(f"REMEDY, and `{page}` makes the page"):
         report = _write_report(results, folder)
     if report is not None and not as_json:
         print(f"{report}\n\n{folder / 'bench.html'}")
@@ -247,16 +238,16 @@ def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
 
 def _write_report(results: dict[str, Any], folder: Path) -> str | None:
     """Write all files; return the report as text, None where packages of the page are missing."""
-    from rope_patch.benchmarks.kernels import run_state
+    from rope_patch.benchmarks.kernels import benchmark
     from rope_patch.utils import atomic_files
 
     results["command"] = command_line()
     try:
         from rope_patch.benchmarks.kernels import report
     except ImportError as error:  # keep the numbers even if no page can be made
-        atomic_files.atomic_write(folder / run_state.FILE, run_state.as_json(results))
+        atomic_files.atomic_write(folder / benchmark.FILE, benchmark.as_json(results))
         print(
-            f"{folder / run_state.FILE}: no page, because {error.name} is not installed: pip "
+            f"{folder / benchmark.FILE}: no page, because {error.name} is not installed: pip "
             "install 'rope-patch[eval]'",
             file=sys.stderr,
         )

@@ -19,10 +19,6 @@ def finetune(
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what memory it takes, and train nothing.")
     ] = False,
-    loop: Annotated[
-        bool,
-        typer.Option("--loop", help="By the plain accelerate loop instead of the Trainer."),
-    ] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List every key a recipe can have.")] = False,
     inspect_data: Annotated[
         bool,
@@ -100,7 +96,8 @@ def finetune(
         "--picture": picture is not None,
     }
     if inspect_data:
-        _require_alone(plan=plan, loop=loop)
+        if plan:
+            raise ValueError("--inspect-data trains nothing: expected no --plan beside it")
         with handle_interrupt("--inspect-limit N reads fewer documents"):
             inspections = report.inspect_recipe(
                 parse_settings([*words, *context.args])[0],
@@ -113,13 +110,7 @@ def finetune(
         return
     for option in (option for option, given in inspection_options.items() if given):
         raise ValueError(f"{option} is for --inspect-data: expected both, or neither")
-    flags = {"--plan": plan, "--loop": loop, "--json": as_json}
+    flags = {"--plan": plan, "--json": as_json}
     words += [flag for flag, on in flags.items() if on]
     with handle_interrupt("--resume auto goes on from the last checkpoint"):
         recipe.main([*words, *context.args])
-
-
-def _require_alone(**flags: bool) -> None:
-    """Raise ValueError if another flag asks for something else than an inspection."""
-    for flag in (flag for flag, given in flags.items() if given):
-        raise ValueError(f"--inspect-data trains nothing: expected no --{flag} beside it")

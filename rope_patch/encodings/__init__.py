@@ -9,9 +9,7 @@ front(
         "counted": "digit_count digit_table integer_table normalised_table",
         "decay": "fire_progress kerple_log kerple_power sandwich xpos_factors",
         "learned": "stretch_table",
-        "properties": "PROPERTIES property_table",
         "sinusoidal": "dot_products shift_matrix sinusoidal_table",
-        "subject": "SUBJECTS make_subject",
         "t5_buckets": "squeeze_tail t5_bucket",
     },
 )

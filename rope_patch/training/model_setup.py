@@ -43,7 +43,6 @@ from rope_patch.training.objective.teacher import (
 from rope_patch.training.objective.terms import Objective
 from rope_patch.training.objective.z_loss import ZLoss
 from rope_patch.training.settings import Settings
-from rope_patch.transformers_api.training import liger_patcher
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.provenance import fingerprint
 
@@ -242,17 +241,6 @@ def liger_kernels_without_conflicts(liger: dict[str, bool] | None) -> dict[str, 
     return {**(liger or {}), **dict.fromkeys(conflicting, False)}
 
 
-def add_liger(model: Any, config: dict[str, bool] | None) -> None:
-    """Apply Liger's kernels to a model, as the Trainer does by itself."""
-    try:
-        apply_liger_kernel = liger_patcher()
-    except ImportError as error:
-        raise ValueError(
-            "use_liger_kernel: this transformers has it in its Trainer only: leave out --loop"
-        ) from error
-    apply_liger_kernel(model, config)
-
-
 def add_lora(model: Any, settings: Settings) -> Any:
     """Add LoRA to the attention, and train embeddings and norms in full, as LongLoRA does.
 
@@ -325,13 +313,6 @@ def modules_trained_in_full(model: Any, groups: list[str]) -> list[str]:
         if ("embeddings" in groups and module is embeddings) or ("norms" in groups and is_norm):
             names.add(name.split(".")[-1])
     return sorted(names)
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Turn activation checkpointing on: keep layer inputs, recompute the rest."""
-    # transformers 5.23 renamed gradient_checkpointing_enable.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
 
 
 def is_lora(model: Any) -> bool:

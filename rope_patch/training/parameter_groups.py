@@ -35,18 +35,6 @@ def decayed_names(model: nn.Module, *, decay_embeddings: bool) -> list[str]:
     ]
 
 
-def parameter_groups(
-    model: nn.Module, weight_decay: float, *, decay_embeddings: bool
-) -> list[dict[str, Any]]:
-    """Return the trained parameters with and without weight decay, as an optimizer takes them."""
-    decayed = set(decayed_names(model, decay_embeddings=decay_embeddings))
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [
-        {"params": [p for name, p in trained if name in decayed], "weight_decay": weight_decay},
-        {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
-    ]
-
-
 def require_undecayed_embeddings(model: nn.Module, optimizer: Any) -> None:
     """Raise if an optimizer made groups of its own, in which embeddings decay.
 

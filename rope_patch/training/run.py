@@ -1,4 +1,4 @@
-"""State of a training run, shared by the Trainer and the loop: folder, rows, checkpoints."""
+"""State of a training run, shared by the Trainer and the plain loop: folder, rows, checkpoints."""
 
 from __future__ import annotations
 

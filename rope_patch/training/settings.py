@@ -242,7 +242,7 @@ def parse_settings(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespa
         arguments: The command line, without the program's name.
 
     Returns:
-        The settings, and the flags `plan`, `loop` and `json`.
+        The settings, and the flags `plan` and `json`.
 
     Raises:
         ValueError: A key is unknown (names the closest one), a value does not fit, or the file is
@@ -250,7 +250,7 @@ def parse_settings(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespa
     """
     outer = Parser(add_help=False, allow_abbrev=False)
     outer.add_argument("--config", type=Path)
-    for flag in ("plan", "loop", "json"):
+    for flag in ("plan", "json"):
         outer.add_argument(f"--{flag}", action="store_true")
     flags, rest = outer.parse_known_args([with_underscores(word) for word in arguments])
     recipe = {} if flags.config is None else read_recipe(flags.config)

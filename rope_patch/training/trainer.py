@@ -5,8 +5,9 @@
     accelerate launch --config_file fsdp2.yaml -m rope_patch.recipes.finetune \
         --config yarn_64k --learning_rate 1.0e-5
 
-Data parallelism, FSDP2, context parallelism and DeepSpeed come from accelerate's configs. `loop.py`
-does the same with every step written out, and gives the same losses.
+Data parallelism, FSDP2, context parallelism and DeepSpeed come from accelerate's configs.
+`recipes/experiments/training_loop.py` does the same with every step written out, and gives the same
+losses.
 """
 
 from __future__ import annotations
@@ -240,14 +241,10 @@ def finetune(settings: Settings) -> Path | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line; then train, plan, or call the loop."""
+    """Parse the command line; then train or plan."""
     logging.disable_progress_bar()  # transformers' short-lived bars would interrupt ours
     settings, flags = parse_settings(sys.argv[1:] if arguments is None else arguments)
     if flags.plan:
         print(plan.format_plan(settings, as_json=flags.json))
-    elif flags.loop:
-        from rope_patch.training.loop import loop
-
-        loop(settings)
     else:
         finetune(settings)

@@ -1,4 +1,4 @@
-"""Keys of TrainingArguments that recipes cannot have, and what to use instead."""
+"""Keys that recipes cannot have, most of them of TrainingArguments, and what to use instead."""
 
 from __future__ import annotations
 
@@ -16,4 +16,6 @@ UNSUPPORTED_KEYS = {
     "remove_unused_columns": "rows have no columns that are not used",
     "include_num_input_tokens_seen": "tokens are counted anyway",
     "activation_checkpointing": "say gradient_checkpointing",
+    "loop": "the Trainer takes the same steps; the plain loop is recipes/experiments/"
+    "training_loop.py of the repository",
 }

@@ -1,4 +1,4 @@
-"""The Trainer's callbacks and methods, and Liger's kernels as the Trainer applies them."""
+"""The Trainer's callbacks and methods."""
 
 from __future__ import annotations
 
@@ -9,18 +9,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from rope_patch.transformers_api.releases import installed_release
 from rope_patch.utils.errors import Refused
 
-__all__ = ["ExportableState", "TrainerCallback", "liger_patcher", "require_overridable"]
-
-
-def liger_patcher() -> Any:
-    """Return the function that applies Liger's kernels to a model.
-
-    Raises:
-        ImportError: The release has it in its Trainer only.
-    """
-    from transformers.integrations.liger import apply_liger_kernel
-
-    return apply_liger_kernel
+__all__ = ["ExportableState", "TrainerCallback", "require_overridable"]
 
 
 def require_overridable(base: Any, subclass: Any, *names: str) -> None:

@@ -16,11 +16,11 @@ import shims
 import torch
 from helpers.processes import leave_process_group
 from torch.distributed.tensor import DTensor
+from training_loop import loop
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rope_patch import cli
 from rope_patch.training import TrainingRun, finetune, parse_settings
-from rope_patch.training.loop import loop
 
 RECIPES = {"finetune": finetune, "loop": loop}
 

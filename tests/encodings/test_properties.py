@@ -1,23 +1,15 @@
 """Test properties of encodings against what can be worked out by hand."""
 
-import importlib.util
 import math
 from dataclasses import replace
-from pathlib import Path
 
+import properties_page
 import pytest
 import torch
+from encoding_properties import PROPERTIES, property_table
+from encoding_subjects import SUBJECTS, Bias, Content, Setting, Table, make_subject
 
-from rope_patch.encodings import (
-    PROPERTIES,
-    SUBJECTS,
-    alibi_slopes,
-    dot_products,
-    fire_progress,
-    make_subject,
-    property_table,
-)
-from rope_patch.encodings.subject import Bias, Content, Setting, Table
+from rope_patch.encodings import alibi_slopes, dot_products, fire_progress
 
 SETTING = Setting()
 CODES = ("integer", "normalised", "binary", "sinusoidal", "learned", "rope", "xpos")
@@ -303,20 +295,11 @@ def test_refusals():
 # -- docs/encoding-properties.md -------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def page():
-    script = Path(__file__).parents[2] / "docs" / "generate" / "properties.py"
-    spec = importlib.util.spec_from_file_location("properties_page", script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_page_is_up_to_date_and_whole(page, table):
-    text = page.PAGE.read_text(encoding="utf-8")
-    assert text == page.build(table), (
+def test_page_is_up_to_date_and_whole(table):
+    text = properties_page.PAGE.read_text(encoding="utf-8")
+    assert text == properties_page.build(table), (
         "docs/encoding-properties.md is not what the code computes: run "
-        "python docs/generate/properties.py and look at what changed"
+        "python docs/generate/encodings/properties_page.py and look at what changed"
     )
     for name in PROPERTIES:
         assert f"**{name}**: whether" in text
@@ -328,5 +311,5 @@ def test_page_is_up_to_date_and_whole(page, table):
 @pytest.mark.parametrize(
     ("number", "text"), [(0.0, "0"), (3e-14, "0"), (-1.498, "-1.5"), (float("inf"), "overflows")]
 )
-def test_numbers_of_the_page(page, number, text):
-    assert page.show(number) == text
+def test_numbers_of_the_page(number, text):
+    assert properties_page.show(number) == text

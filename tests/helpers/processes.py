@@ -40,7 +40,7 @@ class _FreshContext(ForkServerContext):
 
 # Forks from a process that has run nothing, so that no lock, thread or patch of ours goes along.
 FRESH = _FreshContext()
-FRESH.set_forkserver_preload(["rope_patch.training.trainer", "rope_patch.training.loop"])
+FRESH.set_forkserver_preload(["rope_patch.training.trainer", "training_loop"])
 
 
 def run_code(code):
@@ -153,12 +153,11 @@ def _run_script(words, variables, log):
 
 def environment(rank, processes):
     """Return the environment that torchrun would set for a process, without a GPU."""
-    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     single = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": python_path(),
     }
     if processes == 1:
         return single
@@ -168,6 +167,11 @@ def environment(rank, processes):
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
     }
+
+
+def python_path():
+    """Return PYTHONPATH with the tests' own packages in front."""
+    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def leave_process_group():

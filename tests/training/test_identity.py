@@ -104,7 +104,10 @@ def test_another_recipe_is_refused_and_nothing_changes(interrupted, reference_ru
         for message in messages:
             assert re.search(message, error), error
         assert "--output_dir" in error
-    assert "loop was false, got true" in error_of_refused_run(interrupted, "--loop")
+    before = snapshot(interrupted)
+    with pytest.raises(ValueError, match="loop was false, got true"):
+        run("loop", interrupted, resume="auto")
+    assert snapshot(interrupted) == before
 
 
 @pytest.mark.usefixtures("own_registry")
@@ -122,10 +125,13 @@ def test_a_method_from_outside_is_identified_by_its_numbers(tmp_path):
 
 
 def test_a_second_run_in_a_folder_is_refused(interrupted):
+    message = f"another process works in {interrupted}"
     with FileLock(interrupted / ".lock"):
-        for words in ([], ["--loop"]):
-            error = error_of_refused_run(interrupted, *words)
-            assert f"another process works in {interrupted}" in error
+        assert message in error_of_refused_run(interrupted)
+        before = snapshot(interrupted)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run("loop", interrupted, resume="auto")
+        assert snapshot(interrupted) == before
 
 
 def test_contents_decide_the_identity_and_paths_do_not(interrupted, reference_run, tmp_path):

@@ -113,13 +113,11 @@ def test_values_are_read_and_the_command_line_comes_first(recipe, keys, text, wo
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--plan"], ["--loop"], ["--plan", "--json"], ["--max_steps", "7", "--loop"]]
+    "words", [[], ["--plan"], ["--json"], ["--plan", "--json"], ["--max_steps", "7", "--plan"]]
 )
 def test_command_flags_are_returned(recipe, words):
     flags = parse_settings(["--config", recipe(), *words])[1]
-    assert (flags.plan, flags.loop, flags.json) == tuple(
-        f"--{name}" in words for name in ("plan", "loop", "json")
-    )
+    assert (flags.plan, flags.json) == tuple(f"--{name}" in words for name in ("plan", "json"))
 
 
 @pytest.mark.parametrize(
@@ -191,6 +189,7 @@ UNSUPPORTED = {
 for key, (value, reason) in UNSUPPORTED.items():
     REFUSED.append(({key: value}, [], f"{key} .*{reason}"))
     REFUSED.append(({}, [f"--{key}", str(value)], f"{key} .*{reason}"))
+REFUSED.append(({}, ["--loop"], "loop is not for this: .*training_loop.py"))
 
 
 @pytest.mark.parametrize(("keys", "words", "message"), REFUSED)

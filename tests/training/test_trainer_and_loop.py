@@ -262,7 +262,7 @@ def test_the_command_line_overrides_a_recipe_file(tmp_path):
     path, folder = tmp_path / "recipe.yaml", tmp_path / "out"
     keys = TINY | {"model": str(TINY["model"]), "data": str(documents(tmp_path))}
     path.write_text(yaml.safe_dump({**keys, **QUICK, "output_dir": str(folder)}))
-    result = run_in_this_process("finetune", "--config", path, "--max-steps", "1", "--loop")
+    result = run_in_this_process("finetune", "--config", path, "--max-steps", "1")
     assert result.returncode == 0
     assert len(read_log(folder)) == 1
     resolved = yaml.safe_load((folder / "recipe.yaml").read_text())

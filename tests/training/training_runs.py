@@ -20,7 +20,7 @@ from rope_patch import cli
 from rope_patch.tasks import read_text
 from rope_patch.training import parse_settings, read_log
 
-RECIPES = {"finetune": "rope_patch.training.trainer", "loop": "rope_patch.training.loop"}
+RECIPES = {"finetune": "rope_patch.training.trainer", "loop": "training_loop"}
 # The loop takes the Trainer's steps to the bit (test_trainer_and_loop.py), by the same parts.
 BOTH = ["finetune", pytest.param("loop", marks=pytest.mark.slow)]
 STEPS = 3

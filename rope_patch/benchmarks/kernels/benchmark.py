@@ -7,6 +7,7 @@ faster than that.
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import platform
 import time
@@ -21,28 +22,25 @@ from typing import Any
 import psutil
 import torch
 
-from rope_patch.benchmarks.kernels import estimate, launch_count, model_steps, timing
-from rope_patch.benchmarks.kernels.ground_truth import TOLERANCES
+from rope_patch.benchmarks.kernels import model_steps
 from rope_patch.benchmarks.kernels.implementations import (
     Implementation,
     auto_implementation,
     builtin_implementations,
     describe_error,
 )
-from rope_patch.benchmarks.kernels.request import (
-    BenchSettings,
-    KernelBenchRequest,
-    case_of,
-    choose_settings,
-    left_out,
+from rope_patch.benchmarks.kernels.problems import (
+    BHSD,
+    PACKED,
+    SHAPES,
+    TOLERANCES,
+    VIEWS,
+    Problem,
+    Shape,
+    samples_needed,
 )
-from rope_patch.benchmarks.kernels.run_state import RunState, part_key
-from rope_patch.benchmarks.kernels.shapes import SHAPES, VIEWS, Problem, Shape, samples_needed
-from rope_patch.benchmarks.kernels.third_party import (
-    digest_files,
-    third_party_implementations,
-)
-from rope_patch.benchmarks.kernels.workers import (
+from rope_patch.benchmarks.kernels.third_party import third_party_implementations
+from rope_patch.benchmarks.kernels.timing import (
     BOTH,
     FORWARD,
     GRAPH,
@@ -52,20 +50,43 @@ from rope_patch.benchmarks.kernels.workers import (
     CopyBaseline,
     ImplementationRun,
     TimedCalls,
+    cache_bytes,
     copied_bytes,
+    l2_bytes,
     moved_bytes,
+    peak_memory,
 )
 from rope_patch.evaluation.measures.timed_method import compare_times
 from rope_patch.ops.dispatch import is_interpreted, triton_unavailable_reason
-from rope_patch.utils import checksums, provenance
+from rope_patch.utils import provenance
+from rope_patch.utils.atomic_files import add_write_advice, atomic_write
+from rope_patch.utils.checksums import json_safe
+from rope_patch.utils.errors import one_line
 from rope_patch.utils.progress import progress_bar
 from rope_patch.utils.versions import version
 
 logger = logging.getLogger("rope_patch")
 
+FILE = "bench.json"
 COPY, COPY_KERNEL = "copy", "copy-kernel"
 COPIES = (COPY, COPY_KERNEL)
 _COPY_TITLES = {COPY: "copy", COPY_KERNEL: "copy, Triton kernel"}
+_LISTS = ("cases", "kept", "steps", "launches")
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # as `json_safe` writes them
+
+_LENGTHS = {"cuda": (1, 1024, 8192, 131072), "cpu": (1, 128, 1024)}
+_DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
+_REPEATS = {"cuda": 10, "cpu": 5}
+_BATCHES = (1,)
+_LAYOUTS_MAX_LENGTH = 8192  # tokens; the layouts are compared at the longest length up to there
+
+# Contenders that a GPU measures only if they are named: what no GPU rotates by, and what tunes
+# itself for longer than all others are measured.
+_LEFT_OUT = {"cuda": ("ours-tables", "ours-reference", "fla"), "cpu": ()}
+
+# Sizes that a run names where the default leaves them out.
+ALL_LENGTHS = (1, 128, 1024, 8192, 32768, 131072)
+_ALL_BATCHES = (1, 4)
 
 _SAVED_LENGTH = {"cuda": 8192, "cpu": 64}  # tokens
 _PACKAGES = ("triton", "liger-kernel", "fla-core")
@@ -77,6 +98,67 @@ _SAMPLE_MULTIPLE = 8
 _WORKSPACE_MULTIPLE = {"cuda": 3, "cpu": 20}
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelBenchRequest:
+    """Request of a benchmark; None chooses by device.
+
+    Attributes:
+        shapes: Names from `SHAPES`.
+        lengths: Lengths in tokens; 1 is a decode step.
+        batches: Batch sizes.
+        dtype: torch's name of a dtype; "auto" is bfloat16 on a GPU and float32 on a CPU.
+        repeats: Repeats of every timing.
+        contenders: Names of implementations; None means all, without slow ones on a GPU.
+        rivals: Folder with the files of third-party implementations.
+        steps: Whether to measure whole models, too, and to count their launches.
+    """
+
+    shapes: tuple[str, ...] = tuple(SHAPES)
+    lengths: tuple[int, ...] | None = None
+    batches: tuple[int, ...] | None = None
+    dtype: str = "auto"
+    repeats: int | None = None
+    contenders: tuple[str, ...] | None = None
+    rivals: Path | None = None
+    steps: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """A request with everything chosen; the attributes are `KernelBenchRequest`'s."""
+
+    shapes: tuple[str, ...]
+    lengths: tuple[int, ...]
+    batches: tuple[int, ...]
+    dtype: str
+    repeats: int
+    contenders: tuple[str, ...]
+    rivals: Path | None
+    steps: bool
+
+    def problems(self, shape: str, device: torch.device) -> Iterator[Problem]:
+        """Yield every size of a shape in the default layout, and the other layouts at one size."""
+        middle = [n for n in self.lengths if 1 < n <= _LAYOUTS_MAX_LENGTH][-1:]
+        sizes = [(batch, length, VIEWS) for batch in self.batches for length in self.lengths]
+        sizes += [
+            (self.batches[0], length, layout) for length in middle for layout in (PACKED, BHSD)
+        ]
+        for batch, length, layout in sizes:
+            yield Problem(
+                shape=SHAPES[shape],
+                batch=batch,
+                length=length,
+                layout=layout,
+                dtype=self.torch_dtype,
+                device=device,
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return the dtype of queries and keys."""
+        return getattr(torch, self.dtype)
+
+
 @dataclass(frozen=True)
 class _Part:
     """A part of the run: its name, its list in the results, and its measurement."""
@@ -86,42 +168,49 @@ class _Part:
     measure: Callable[[], list[dict[str, Any]]]
 
 
-def bench(request: KernelBenchRequest, folder: Path | None = None) -> dict[str, Any]:
-    """Run the benchmark, or continue a run that was killed.
+def bench(
+    request: KernelBenchRequest,
+    folder: Path | None = None,
+    results: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Run the benchmark.
 
     Args:
         request: What to measure.
-        folder: Folder of `bench.json`, written after each part; None writes nothing.
+        folder: Folder of `bench.json`, which is written after each part, so that a run that is
+            ended keeps what it measured; None writes nothing.
+        results: An empty dict to fill part by part, for a caller that may be interrupted.
 
     Returns:
         The settings; `cases`, each a problem with a row per implementation; `kept`, per shape what
-        implementations save for backward in bfloat16; `steps`, see `model_steps.measure`;
-        `launches`, see `launch_count.count`; `seconds` and `missing`, see `RunState`.
+        implementations save for backward in bfloat16; `steps` and `launches`, see `model_steps`;
+        `seconds` that each part took; `missing`, the parts that are not measured yet.
 
     Raises:
-        ValueError: The request cannot be met, or the folder has results of another one.
+        ValueError: The request cannot be met.
     """
     device = current_device()
     known = all_implementations(request)
     settings = choose_settings(request, device.type, known)
     contenders = [c for c in known if c.name in settings.contenders]
     parts = list(_parts(settings, contenders, device))
-    state = RunState(
-        folder, _header(settings, contenders, device), {part.key: part.kind for part in parts}
-    )
-    if device.type == "cuda":
-        seconds = estimate.part_seconds(settings)
-        missing = {key: seconds[key] for key in seconds if not state.is_done(key)}
-        logger.info("%s", estimate.describe(missing, left_out(request)))
+    results = {} if results is None else results
+    results |= _header(settings, contenders, device) | {kind: [] for kind in _LISTS}
+    results |= {"seconds": {}, "missing": [part.key for part in parts]}
+    if device.type == "cuda" and (options := left_out(request)):
+        logger.info("Left out unless asked for: %s.", ", ".join(options))
     with progress_bar(total=len(parts), desc="kernels", unit="part") as bar:
         for part in parts:
             bar.set_postfix_str(part.key, refresh=False)
-            if not state.is_done(part.key):
-                start = time.perf_counter()
-                rows = part.measure()
-                state.add(part.key, rows, time.perf_counter() - start)
+            start = time.perf_counter()
+            results[part.kind] += part.measure()
+            results["seconds"][part.key] = time.perf_counter() - start
+            results["missing"].remove(part.key)
+            if folder is not None:
+                with add_write_advice("REMEDY, and run the same command again"):
+                    atomic_write(folder / FILE, as_json(results))
             bar.update()
-    return state.results()
+    return results
 
 
 def current_device() -> torch.device:
@@ -132,6 +221,66 @@ def current_device() -> torch.device:
 def all_implementations(request: KernelBenchRequest) -> list[Implementation]:
     """Return all implementations."""
     return [*builtin_implementations(), *third_party_implementations(request.rivals)]
+
+
+def choose_settings(
+    request: KernelBenchRequest, device_type: str, contenders: list[Implementation]
+) -> BenchSettings:
+    """Return a request with everything chosen.
+
+    Args:
+        request: The request.
+        device_type: "cuda" or "cpu".
+        contenders: All implementations.
+
+    Raises:
+        ValueError: The request cannot be met.
+    """
+    _validate(request, contenders)
+    names = request.contenders
+    if names is None:
+        names = tuple(c.name for c in contenders if c.name not in _LEFT_OUT[device_type])
+    return BenchSettings(
+        shapes=tuple(dict.fromkeys(request.shapes)),
+        lengths=tuple(sorted(set(request.lengths or _LENGTHS[device_type]))),
+        batches=tuple(sorted(set(request.batches or _BATCHES))),
+        dtype=_DTYPES[device_type] if request.dtype == "auto" else request.dtype,
+        repeats=request.repeats or _REPEATS[device_type],
+        contenders=tuple(c.name for c in contenders if c.name in names),
+        rivals=request.rivals,
+        steps=request.steps,
+    )
+
+
+def _validate(request: KernelBenchRequest, contenders: list[Implementation]) -> None:
+    """Raise ValueError if the request cannot be met."""
+    choices = {
+        "shapes": (request.shapes, list(SHAPES)),
+        "contenders": (request.contenders or (), [c.name for c in contenders]),
+        "dtype": ((request.dtype,), ["auto", *(str(d).removeprefix("torch.") for d in TOLERANCES)]),
+    }
+    for name, (values, names) in choices.items():
+        if unknown := [x for x in values if x not in names]:
+            raise ValueError(f"{name} must be of {', '.join(names)}; got {', '.join(unknown)}")
+    for name, numbers in (("lengths", request.lengths), ("batches", request.batches)):
+        if numbers is not None and (not numbers or min(numbers) < 1):
+            raise ValueError(f"{name} must be whole numbers of at least 1, got {numbers}")
+    if request.repeats is not None and request.repeats < 1:
+        raise ValueError(f"repeats must be a whole number of at least 1, got {request.repeats}")
+    if request.rivals is not None and not request.rivals.is_dir():
+        raise ValueError(f"rivals must be a folder, got {request.rivals}")
+
+
+def left_out(request: KernelBenchRequest) -> list[str]:
+    """Return what the defaults leave out on a GPU, as the options that add it."""
+    options = []
+    if request.lengths is None:
+        options.append(f"--lengths {','.join(map(str, ALL_LENGTHS))}")
+    if request.batches is None:
+        options.append(f"--batch {','.join(map(str, _ALL_BATCHES))}")
+    if request.contenders is None:
+        options.append(f"--contenders {','.join(_LEFT_OUT['cuda'])}")
+    return options
 
 
 def _parts(
@@ -153,9 +302,9 @@ def _parts(
             for kind, measure_model in (
                 (
                     "steps",
-                    partial(model_steps.measure, name, device, settings.torch_dtype, repeats),
+                    partial(model_steps.measure_steps, name, device, settings.torch_dtype, repeats),
                 ),
-                ("launches", partial(launch_count.measure, SHAPES[name], device)),
+                ("launches", partial(model_steps.measure_launches, SHAPES[name], device)),
             ):
                 yield _Part(part_key(kind, {"model": name}), kind, measure_model)
 
@@ -169,33 +318,17 @@ def _header(
 ) -> dict[str, Any]:
     """Return what the results say beside measurements."""
     auto = auto_implementation(device, settings.torch_dtype)
-    header = {
+    return {
         **asdict(settings),
         "rivals": str(settings.rivals or ""),
         "device": _device_name(device),
-        "l2_bytes": timing.l2_bytes(device),
+        "l2_bytes": l2_bytes(device),
         "threads": torch.get_num_threads(),
         "interpreted": is_interpreted(),
         "versions": provenance.versions() | {name: version(name) for name in _PACKAGES},
-    }
-    identity = {name: value for name, value in header.items() if name != "rivals"} | {
-        "files of rivals": digest_files(settings.rivals),
-        "source": _source_digest(),
-    }
-    return {
-        **header,
-        "identity": identity,
         "date": provenance.now(),
         "titles": _COPY_TITLES | {c.name: _title(c, auto) for c in contenders},
     }
-
-
-def _source_digest() -> str:
-    """Return a digest of the kernels' and the benchmark's code."""
-    package = Path(__file__).parents[2]
-    folders = (package / "ops", Path(__file__).parent)
-    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
-    return checksums.digest(b"".join(path.read_bytes() for path in files), 16)
 
 
 def _title(contender: Implementation, auto: str) -> str:
@@ -206,7 +339,7 @@ def _measure_problem(
     problem: Problem, contenders: list[Implementation], repeats: int
 ) -> dict[str, Any]:
     """Return a problem's row for each implementation, or the reason why there are none."""
-    count = 1 if is_interpreted() else samples_needed(problem, timing.cache_bytes(problem.device))
+    count = 1 if is_interpreted() else samples_needed(problem, cache_bytes(problem.device))
     # What forward reads and writes until it comes to the first sample again.
     case = case_of(problem) | {"working_set": count * moved_bytes(problem, FORWARD)}
     needed_bytes = (
@@ -310,9 +443,7 @@ def _errors_and_memory(worker: ImplementationRun, problem: Problem) -> dict[str,
     is_correct = all(error <= allowed for error in errors.values())  # False for NaN
     row: dict[str, Any] = {"errors": errors, "wrong": not is_correct}
     if problem.length > 1:
-        row["peak"] = {
-            phase: timing.peak_memory(worker.prepare(phase, 0)) for phase in (FORWARD, BOTH)
-        }
+        row["peak"] = {phase: peak_memory(worker.prepare(phase, 0)) for phase in (FORWARD, BOTH)}
         row["saved"] = worker.saved_bytes()
     return row
 
@@ -399,3 +530,67 @@ def _free_after_failure() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def case_of(problem: Problem) -> dict[str, Any]:
+    """Return the entries of a case's results that say which problem it is."""
+    return {
+        "shape": problem.shape.name,
+        "batch": problem.batch,
+        "length": problem.length,
+        "layout": problem.layout,
+        "bytes": problem.bytes,
+    }
+
+
+def part_key(kind: str, row: dict[str, Any]) -> str:
+    """Return the name of a part of the run from its result, or from what determines it.
+
+    Args:
+        kind: "cases", "kept", "steps" or "launches".
+        row: A case; or a dict with the shape's name as "shape" or "model".
+    """
+    if kind == "cases":
+        tokens = "1 token" if row["length"] == 1 else f"{row['length']:,} tokens"
+        return f"{row['shape']}, {tokens} × {row['batch']}, {row['layout']}"
+    return f"{row.get('shape', row.get('model'))}, {kind}"
+
+
+def as_json(results: dict[str, Any]) -> str:
+    """Return the results as strict JSON."""
+    return json.dumps(json_safe(results), indent=1, ensure_ascii=False) + "\n"
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Return the results in a folder, of a whole run or of one that was ended.
+
+    Raises:
+        ValueError: There are none of this version, or the file is damaged.
+    """
+    path = folder / FILE
+    if not path.exists():
+        raise ValueError(f"expected results in {path}, got none: run the bench with --out")
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(stored, dict):
+            raise ValueError(f"it is a {type(stored).__name__}")
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged: expected the results of a run, got {one_line(str(error))}; run "
+            "the bench again, or give another --out"
+        ) from error
+    if "missing" not in stored:
+        raise ValueError(
+            f"{path} was written by another version: expected results of this one; run the bench "
+            "again"
+        )
+    return _revive(stored)
+
+
+def _revive(value: Any) -> Any:
+    """Return data of strict JSON with the floats that JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _revive(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_revive(item) for item in value]
+    return float(value) if value in _NOT_FINITE and isinstance(value, str) else value

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rope_patch.benchmarks.kernels.shapes import Problem, Shape
+from rope_patch.benchmarks.kernels.problems import Problem, Shape
 from rope_patch.evaluation.report.format import one_line
 from rope_patch.transformers_api.models import model_file
 

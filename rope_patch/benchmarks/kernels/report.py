@@ -8,19 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rope_patch.benchmarks.kernels import plot
-from rope_patch.benchmarks.kernels.benchmark import COPIES
-from rope_patch.benchmarks.kernels.ground_truth import TOLERANCES
-from rope_patch.benchmarks.kernels.run_state import FILE, as_json, part_key
-from rope_patch.benchmarks.kernels.shapes import LAYOUTS, SHAPES
+from rope_patch.benchmarks.kernels.benchmark import COPIES, FILE, as_json, part_key
+from rope_patch.benchmarks.kernels.problems import LAYOUTS, SHAPES, TOLERANCES
 from rope_patch.benchmarks.kernels.tables import (
     REFERENCE_LENGTH,
     default_layout_cases,
+    draw,
     launch_table,
     shape_tables,
     step_table,
 )
-from rope_patch.benchmarks.kernels.workers import BACKWARD, BOTH, FORWARD, GRAPH, WALL
+from rope_patch.benchmarks.kernels.timing import BACKWARD, BOTH, FORWARD, GRAPH, WALL
 from rope_patch.evaluation.report import writer
 from rope_patch.evaluation.report.format import one_line
 from rope_patch.evaluation.report.table import aligned_text
@@ -102,7 +100,7 @@ def write_all(results: dict[str, Any], folder: Path) -> Path:
         The path of `bench.html`, which is self-contained.
     """
     atomic_write(folder / FILE, as_json(results))
-    picture = plot.draw(results)
+    picture = draw(results)
     page = _content(results) | {"picture": picture}
     files: dict[str, str | bytes] = {
         "bench.md": writer.render(TEMPLATES / "page.md.jinja", page),
@@ -161,7 +159,7 @@ def _unfinished(results: dict[str, Any]) -> Iterator[str]:
     if results["missing"]:
         yield (
             f"Not finished: {len(results['missing'])} of {parts} parts are missing, the next is "
-            f"{results['missing'][0]}. The same command continues."
+            f"{results['missing'][0]}."
         )
 
 

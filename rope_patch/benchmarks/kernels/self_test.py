@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rope_patch.benchmarks.kernels.shapes import SHAPES, Shape
+from rope_patch.benchmarks.kernels.problems import SHAPES, Shape
 from rope_patch.ops.dispatch import is_interpreted, triton_unavailable_reason
 from rope_patch.ops.kernel_trial import run_trial
 from rope_patch.ops.kernel_variant import (

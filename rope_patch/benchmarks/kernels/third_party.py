@@ -19,11 +19,9 @@ from unittest import mock
 import torch
 
 from rope_patch.benchmarks.kernels.implementations import Call, Implementation, Unavailable
-from rope_patch.benchmarks.kernels.shapes import Problem
-from rope_patch.utils.checksums import file_sha256
+from rope_patch.benchmarks.kernels.problems import Problem
 
 _UNSLOTH = "_rope_patch_rival_unsloth"  # parent package of its files' relative imports
-_FILES = ("rotary.py", "rope_embedding.py", "qk_norm_rope.py")
 _INT32_LIMIT = 2**31  # elements beyond 32-bit indices
 
 
@@ -41,12 +39,6 @@ def third_party_implementations(folder: Path | None) -> list[Implementation]:
         ),
         Implementation(name="fla", title="FLA", build=_fla),
     ]
-
-
-def digest_files(folder: Path | None) -> dict[str, str]:
-    """Return the start of the SHA-256 of each third-party file in a folder, by name."""
-    paths = [folder / name for name in _FILES] if folder is not None else []
-    return {path.name: file_sha256(path)[:16] for path in paths if path.is_file()}
 
 
 def _liger(problem: Problem) -> Call:
@@ -164,11 +156,6 @@ def _without_device(x: torch.Tensor) -> AbstractContextManager[Any]:
     if x.device.type != "cuda":
         return mock.patch.object(torch.cuda, "device", nullcontext)
     return nullcontext()
-
-
-def _extent(x: torch.Tensor) -> int:
-    """Return the number of elements from the first to the last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _stub_unsloth() -> None:

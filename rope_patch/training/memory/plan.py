@@ -1,9 +1,9 @@
 """Memory plan of a recipe: bytes per device, the longest rows that fit, suggestions if none does.
 
-`python -m rope_patch.training.memory.plan` prints the lengths that fit, with `--million` an 8B at
-up to a million tokens, with `--config RECIPE --launch FILE` one recipe. The computation, and what
-of it was never measured (everything on a GPU), is described in `rope_patch.training.memory.model`;
-`recipes/experiments/check_memory_plan.py` compares it with the peak of a step on a CPU.
+`python -m rope_patch.training.memory.plan --config RECIPE --launch FILE` plans a recipe on the
+devices of a launch file. The computation, and what of it was never measured (everything on a GPU),
+is described in `rope_patch.training.memory.model`; `recipes/experiments/check_memory_plan.py`
+compares it with the peak of a step on a CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from rope_patch.training.memory.recipe_setup import training_setup
 from rope_patch.training.memory.setup import TrainingSetup
 from rope_patch.training.memory.step_time import UTILISATION, step_work
 from rope_patch.training.memory.suggestions import suggest_changes
-from rope_patch.training.memory.tables import lengths_table, million_table, published_table
 from rope_patch.training.recipe_files import find_launch
 from rope_patch.training.settings import parse_settings
 from rope_patch.utils.errors import Refused
@@ -58,11 +57,9 @@ __all__ = [
     "format_plan",
     "from_settings",
     "lengths",
-    "lengths_table",
     "longest_row",
     "main",
     "memory_need",
-    "million_table",
     "require_device",
     "require_memory",
     "row_length",
@@ -317,21 +314,18 @@ def _device_memory(settings: Any) -> int | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table, or the plan of one recipe on the devices of a launch file."""
+    """Print the plan of a recipe on the devices of a launch file."""
     parser = argparse.ArgumentParser(
         prog="python -m rope_patch.training.memory.plan",
-        description="Print a table, or the plan of one recipe on the devices of a launch file.",
+        description="Print the plan of a recipe on the devices of a launch file.",
         epilog="All other arguments are a recipe's: --config NAME, --KEY VALUE, --json.",
         allow_abbrev=False,
     )
-    parser.add_argument("--million", action="store_true", help="an 8B at up to a million tokens")
     parser.add_argument("--launch", type=Path, help="accelerate's file, or a name of the package's")
     parser.add_argument("--processes", type=int, help="number of processes, instead of the file's")
     options, rest = parser.parse_known_args(arguments)
     if not rest:
-        tables = (million_table(), published_table()) if options.million else (lengths_table(),)
-        print("\n\n".join(tables))
-        return
+        parser.error("expected a recipe to plan: --config NAME; got none")
     try:
         settings, flags = parse_settings(rest)
         environment = None

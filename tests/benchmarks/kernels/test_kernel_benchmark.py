@@ -1,5 +1,6 @@
 """Test what the kernel benchmark measures, but no durations."""
 
+import logging
 import math
 from pathlib import Path
 from time import sleep
@@ -9,8 +10,8 @@ import torch
 
 from rope_patch import benchmarks, ops
 from rope_patch.benchmarks import SHAPES, Implementation, ImplementationRun, KernelBenchRequest
-from rope_patch.benchmarks.kernels import benchmark, copy_kernel, ground_truth, implementations
-from rope_patch.benchmarks.kernels.benchmark import bench
+from rope_patch.benchmarks.kernels import benchmark, copy_kernel, implementations, problems
+from rope_patch.benchmarks.kernels.benchmark import bench, choose_settings, left_out
 
 pytestmark = pytest.mark.usefixtures("without_interpreter")
 VIEWS, PACKED, BHSD = "views", "packed", "bhsd-gradients"  # layouts
@@ -236,7 +237,7 @@ def test_errors_do_not_depend_on_chunks(monkeypatch):
     case = problem("gemma-3-12b", length=11)
     runner = ImplementationRun(builtin("hf"), case, [case.sample(0)])
     expected = runner.relative_errors()
-    monkeypatch.setattr(ground_truth, "_CHUNK_ELEMENTS", 2 * 16 * 256 * 4)  # 4 tokens
+    monkeypatch.setattr(problems, "_CHUNK_ELEMENTS", 2 * 16 * 256 * 4)  # 4 tokens
     assert runner.relative_errors() == pytest.approx(expected, rel=1e-3)
 
 
@@ -274,6 +275,26 @@ def test_peak_memory_is_that_of_the_call():
 def test_invalid_requests_are_refused(changes, fact):
     with pytest.raises(ValueError, match=fact):
         bench(KernelBenchRequest(**changes))
+
+
+def test_the_default_run_on_a_gpu_says_what_it_leaves_out(monkeypatch, caplog):
+    request = KernelBenchRequest()
+    known = benchmark.all_implementations(request)
+    settings = choose_settings(request, "cuda", known)
+    options = left_out(request)
+    assert [option.split()[0] for option in options] == ["--lengths", "--batch", "--contenders"]
+    lengths, batches, contenders = (option.split()[1].split(",") for option in options)
+    assert set(settings.lengths) < set(map(int, lengths))
+    assert set(settings.batches) < set(map(int, batches))
+    assert {*settings.contenders, *contenders} == {c.name for c in known}
+    assert not set(settings.contenders) & set(contenders)
+    assert left_out(KernelBenchRequest(lengths=(1,), batches=(1,), contenders=("hf",))) == []
+    monkeypatch.setattr(benchmark, "current_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(benchmark, "_header", lambda *_: {})
+    monkeypatch.setattr(benchmark, "_parts", lambda *_: [])
+    with caplog.at_level(logging.INFO, logger="rope_patch"):
+        bench(request)
+    assert caplog.messages == [f"Left out unless asked for: {', '.join(options)}."]
 
 
 def test_norm_backward_must_move_half_as_much_again():

@@ -5,7 +5,7 @@ import torch
 
 from rope_patch import benchmarks
 from rope_patch.benchmarks import KernelBenchRequest, QueueSleep
-from rope_patch.benchmarks.kernels import copy_kernel, launch_count
+from rope_patch.benchmarks.kernels import copy_kernel
 from rope_patch.benchmarks.kernels.benchmark import bench
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -30,7 +30,7 @@ def test_all_phases_are_timed():
 def test_peak_memory_and_launches():
     x = torch.zeros(2**20, device="cuda")
     assert benchmarks.peak_memory(lambda: x + 1) == 2**22
-    (row,) = launch_count.measure(benchmarks.SHAPES["qwen3-8b"], torch.device("cuda"))
+    (row,) = benchmarks.measure_launches(benchmarks.SHAPES["qwen3-8b"], torch.device("cuda"))
     assert (row["hf"], row["ours"], row["profiler"]) == (945, 36, True)
 
 

@@ -18,7 +18,7 @@ from rope_patch.benchmarks import (
     third_party_implementations,
 )
 from rope_patch.benchmarks.kernels import benchmark, model_steps, report
-from rope_patch.benchmarks.kernels.run_state import read_results
+from rope_patch.benchmarks.kernels.benchmark import read_results
 from rope_patch.cli import app
 from rope_patch.cli import bench as benchmarking
 from rope_patch.patching.kernels import attention_forward
@@ -169,7 +169,9 @@ def test_wrong_implementation_is_shown_as_wrong(monkeypatch, tmp_path):
 def test_report_without_measurements(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "_available_memory", lambda device: 0)
     request = KernelBenchRequest(shapes=("llama-3-8b",), lengths=(8,), contenders=("hf",))
-    monkeypatch.setattr(model_steps, "measure", lambda *_: [{"model": "x", "not_measured": "y"}])
+    monkeypatch.setattr(
+        model_steps, "measure_steps", lambda *_: [{"model": "x", "not_measured": "y"}]
+    )
     results = benchmark.bench(request)
     report.write_all(results, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"bench.html", "bench.json", "bench.md"}
@@ -179,7 +181,7 @@ def test_report_without_measurements(monkeypatch, tmp_path):
 
 
 def test_model_steps_are_measured():
-    rows = model_steps.measure("gemma-3-12b", torch.device("cpu"), torch.float32, repeats=1)
+    rows = model_steps.measure_steps("gemma-3-12b", torch.device("cpu"), torch.float32, repeats=1)
     assert [row["kernels"] for row in rows] == ["hf", "auto"]
     for row in rows:
         assert row["peak"] > 0
@@ -231,7 +233,7 @@ def test_auto_is_the_implementation_of_a_patched_model(monkeypatch):
 
 def test_failing_model_reports_a_reason(monkeypatch):
     monkeypatch.setattr(model_steps, "KERNELS", ("hf", "none such"))
-    rows = model_steps.measure("llama-3-8b", torch.device("cpu"), torch.float32, repeats=1)
+    rows = model_steps.measure_steps("llama-3-8b", torch.device("cpu"), torch.float32, repeats=1)
     assert rows[0]["model"] == "llama-3-8b"
     assert "none such" in rows[0]["not_measured"]
 
@@ -257,7 +259,8 @@ def test_options_of_the_other_benchmark_are_refused(arguments, fact):
 def test_results_are_written_without_the_plot_packages(tmp_path, monkeypatch, capsys):
     results = {"cases": [1]}
     monkeypatch.setattr(
-        "rope_patch.benchmarks.kernels.benchmark.bench", lambda request, folder: dict(results)
+        "rope_patch.benchmarks.kernels.benchmark.bench",
+        lambda request, folder, measured: measured.update(results),
     )
     monkeypatch.delattr("rope_patch.benchmarks.kernels.report")
     monkeypatch.setitem(sys.modules, "rope_patch.benchmarks.kernels.report", None)

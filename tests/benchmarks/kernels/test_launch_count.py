@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rope_patch import benchmarks, ops
-from rope_patch.benchmarks.kernels import launch_count
+from rope_patch.benchmarks.kernels import model_steps
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,9 @@ needs_interpreter = pytest.mark.skipif(not ops.is_interpreted(), reason="needs T
 def test_launches_of_few_layers():
     counts = {}
     for layers in (2, 4):
-        (row,) = launch_count.measure(replace(benchmarks.SHAPES["qwen3-8b"], layers=layers), CPU)
+        (row,) = benchmarks.measure_launches(
+            replace(benchmarks.SHAPES["qwen3-8b"], layers=layers), CPU
+        )
         counts[layers] = row["hf"]
         assert row["ours"] == layers
         assert row["whole"]["hf"] - row["hf"] == row["whole"]["ours"] - row["ours"]
@@ -33,20 +35,20 @@ def test_launches_of_few_layers():
 @needs_interpreter
 @pytest.mark.slow
 def test_launches_of_all_layers_of_qwen3():
-    (row,) = launch_count.measure(benchmarks.SHAPES["qwen3-8b"], CPU)
+    (row,) = benchmarks.measure_launches(benchmarks.SHAPES["qwen3-8b"], CPU)
     assert (row["hf"], row["ours"]) == (945, 36)
 
 
 def test_launches_need_triton(monkeypatch):
-    monkeypatch.setattr(launch_count, "is_interpreted", lambda: False)
-    (row,) = launch_count.measure(benchmarks.SHAPES["qwen3-8b"], CPU)
+    monkeypatch.setattr(model_steps, "is_interpreted", lambda: False)
+    (row,) = benchmarks.measure_launches(benchmarks.SHAPES["qwen3-8b"], CPU)
     assert row["not_measured"].startswith("counting launches needs Triton on a GPU")
 
 
 def test_operators_that_launch_nothing_do_not_count():
     counts = benchmarks.LaunchCounts()
     x = torch.zeros(4, 6)
-    with launch_count._dispatched(counts):
+    with benchmarks.dispatched_launches(counts):
         x.view(6, 4).transpose(0, 1)[1:].unsqueeze(0)
         torch.empty_like(x)
         assert counts.others == 0

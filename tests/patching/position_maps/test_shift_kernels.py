@@ -12,8 +12,7 @@ from transformers import DynamicCache
 pytest.importorskip("triton", minversion="3.6")
 
 import rope_patch
-from rope_patch.benchmarks import LaunchCounts
-from rope_patch.benchmarks.kernels.launch_count import _dispatched
+from rope_patch.benchmarks import LaunchCounts, dispatched_launches
 from rope_patch.ops.kernels.launcher import Launcher
 from rope_patch.patching import ShiftPositions, ShiftRotation
 
@@ -109,7 +108,7 @@ def small_model(**changes):
 @contextlib.contextmanager
 def counted():
     counts = LaunchCounts()
-    with _dispatched(counts):
+    with dispatched_launches(counts):
         yield counts
 
 

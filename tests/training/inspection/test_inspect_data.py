@@ -286,7 +286,6 @@ def test_the_compression_filter_is_counted_as_in_a_run(books, tokenizer, tmp_pat
         (["--write-deduplicated", "new"], "--write-deduplicated is for --inspect-data"),
         (["--picture", "a.png"], "--picture is for --inspect-data"),
         (["--inspect-data", "--plan"], "--inspect-data trains nothing: expected no --plan"),
-        (["--inspect-data", "--loop"], "--inspect-data trains nothing: expected no --loop"),
         (["--inspect-data", "--inspect-limit", 0], "--inspect-limit"),
         (["--inspect-data", "--picture", "a.pdf"], "a picture is an .svg or a .png file"),
         (["--inspect-data", "--data", "none.jsonl"], "no data 'none.jsonl'"),

@@ -1,6 +1,7 @@
 """Test plans on several devices, published runs, and the time of a step by counts of torch."""
 
 import check_memory_plan
+import memory_tables
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,7 +15,7 @@ from rope_patch.training import (
     model_shape,
     step_work,
 )
-from rope_patch.training.memory import plan, tables
+from rope_patch.training.memory import plan
 
 CONFIG = plan.read_config(plan.SHAPES / "llama-3.1-8b")
 SHARED = {"length": 2**20, "compute_dtype": torch.bfloat16, "shards": 8, "context_parallel": 8}
@@ -107,9 +108,9 @@ def test_optimizers_with_fewer_bits(optimizer, bytes_per_weight):
 @pytest.mark.parametrize(
     ("table", "lines"),
     [
-        (tables.lengths_table, 2 + 2 * 3 * 3),
-        (tables.million_table, 2 + 2 * 3 * 2),
-        (tables.published_table, 2 + len(tables.PUBLISHED)),
+        (memory_tables.lengths_table, 2 + 2 * 3 * 3),
+        (memory_tables.million_table, 2 + 2 * 3 * 2),
+        (memory_tables.published_table, 2 + len(memory_tables.PUBLISHED)),
     ],
 )
 def test_the_readme_has_the_current_tables_with_a_line_for_every_setup(table, lines):
@@ -120,7 +121,7 @@ def test_the_readme_has_the_current_tables_with_a_line_for_every_setup(table, li
 
 
 @pytest.mark.parametrize(
-    "run", tables.PUBLISHED, ids=lambda run: f"{run.source[:8]} {run.published}"
+    "run", memory_tables.PUBLISHED, ids=lambda run: f"{run.source[:8]} {run.published}"
 )
 def test_plans_are_near_the_published_measurements(run):
     """No number was fitted to them; what differs is explained in the README."""
@@ -129,8 +130,9 @@ def test_plans_are_near_the_published_measurements(run):
 
 
 def test_models_of_published_runs_have_their_size():
-    assert memory_need(tables._sized_config("Qwen3-8B"), length=1).parameters == 4 * 8_190_735_360
-    assert memory_need(tables._sized_config("Qwen3-0.6B"), length=1).parameters == 4 * 596_049_920
+    for model, weights in (("Qwen3-8B", 8_190_735_360), ("Qwen3-0.6B", 596_049_920)):
+        need = memory_need(memory_tables._sized_config(model), length=1)
+        assert need.parameters == 4 * weights
 
 
 TOKENS = 64

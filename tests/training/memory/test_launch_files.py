@@ -216,6 +216,7 @@ def test_the_command_plans_a_recipe_on_a_launch_file_s_devices(capsys):
     [
         ([*ARGUMENTS, "--launch", "fsdp2_cp9"], "no launch file fsdp2_cp9 (did you mean"),
         (["--config", "yarn_64q"], "no recipe yarn_64q"),
+        (["--launch", "fsdp2_cp8"], "expected a recipe to plan"),
     ],
 )
 def test_the_command_says_what_is_wrong(capsys, arguments, message):

@@ -1,4 +1,4 @@
-"""Python time of norms and rotation for one decoded token: `python -m ...kernels.host_time`.
+"""Python time of norms and rotation for one decoded token: `python -m machine_code.host_time`.
 
 No GPU is needed. A decode step without graphs is bound by the CPU's work for each launch, which
 this measures: the model's forward around norms and rotation, all of this package's code, Triton's
@@ -30,7 +30,7 @@ from torch import nn
 from transformers import LlamaConfig
 from triton.backends.compiler import GPUTarget
 
-from rope_patch.benchmarks.kernels.shapes import SHAPES, VIEWS, Problem, Shape
+from rope_patch.benchmarks import SHAPES, VIEWS, Problem, Shape
 from rope_patch.ops import dispatch, self_check
 from rope_patch.ops.kernels.launcher import Launcher
 from rope_patch.patching.architecture.attention_source import APPLY
@@ -305,9 +305,7 @@ def format_table(times: dict[str, dict[str, HostTime]]) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rope_patch.benchmarks.kernels.host_time", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m machine_code.host_time", description=__doc__)
     parser.add_argument("--repeats", type=int, default=40, help="default: 40")
     parser.add_argument("--shapes", default="qwen3-8b,llama-3-8b", help=", ".join(SHAPES))
     options = parser.parse_args()

@@ -10,7 +10,7 @@ from typing import Any
 
 import triton
 
-from rope_patch.benchmarks.kernels.cross_compilation import (
+from machine_code.cross_compilation import (
     CACHE_KERNELS,
     TARGETS,
     Job,
@@ -18,7 +18,7 @@ from rope_patch.benchmarks.kernels.cross_compilation import (
     compile_launch,
     record_launch,
 )
-from rope_patch.benchmarks.kernels.sass import Instruction, Sass, estimate_cycles, walk
+from machine_code.sass import Instruction, Sass, estimate_cycles, walk
 
 # Bytes that an H200 moves in a second, the cycles of its clock, and its schedulers, each of which
 # issues one instruction of a warp in a cycle.
@@ -113,6 +113,23 @@ def count_instructions(
     if job.tokens == 1:
         cycles = max(estimate_cycles(path) for path, _ in programs)
         code.microseconds = cycles / _CYCLES_PER_SECOND * 1e6
+
+
+def format_table(codes: dict[str, Code]) -> str:
+    """Return a Markdown table of codes by name."""
+    lines = [
+        "| launch | registers | warps per SM | instructions a token | share of issue slots "
+        "| one token, estimated |",
+        "|:--|--:|--:|--:|--:|--:|",
+    ]
+    for name, code in codes.items():
+        instructions = "" if code.per_token is None else f"{code.per_token:,.0f}"
+        is_filling = code.share is not None and code.microseconds is None
+        share = f"{code.share:.0%}" if is_filling else ""
+        time = "" if code.microseconds is None else f"{code.microseconds:.2f} µs"
+        cells = (name, code.registers, code.warps_per_sm, instructions, share, time)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
 
 
 def _paths(

@@ -1,13 +1,13 @@
 """Fine-tune a model for a longer context, in a plain accelerate loop: the reference to read.
 
-    rope-patch finetune --loop --config yarn_64k
-    rope-patch recipes fsdp2_cp8 > fsdp2_cp8.yaml
-    accelerate launch --config_file fsdp2_cp8.yaml -m rope_patch.recipes.finetune --loop \
-        --config yarn_64k
+    python recipes/experiments/training_loop.py --config yarn_64k
+    accelerate launch --config_file recipes/accelerate/fsdp2_cp8.yaml \
+        recipes/experiments/training_loop.py --config yarn_64k
 
-Gives the same losses for the same recipes as `trainer.py`, which leaves the steps to transformers'
-Trainer. Context parallelism is explicit here, in `forward_backward`: rows are split over their
-tokens, and the keys of each part visit the queries of the others. DeepSpeed needs `trainer.py`.
+Gives the same losses for the same recipes as `rope-patch finetune`, which leaves the steps to
+transformers' Trainer (rope_patch/training/trainer.py). Context parallelism is explicit here, in
+`forward_backward`: rows are split over their tokens, and the keys of each part visit the queries of
+the others. DeepSpeed needs the Trainer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import OPTIMIZER_NAME, DistributedType, load_fsdp_optimizer
+from torch import nn
 from torch.nn import functional
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from rope_patch.cli import run as run_command
 from rope_patch.training import checkpoints
 from rope_patch.training.curriculum import run_stages
 from rope_patch.training.memory import plan
-from rope_patch.training.model_setup import add_liger, enable_checkpointing, prepare_model
+from rope_patch.training.model_setup import prepare_model
 from rope_patch.training.needle_callback import needles_of
-from rope_patch.training.parameter_groups import parameter_groups
+from rope_patch.training.parameter_groups import decayed_names
 from rope_patch.training.precision import mixed_precision
 from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
 from rope_patch.training.schedule import keep_settings, make_scheduler
@@ -83,7 +85,7 @@ def loop(settings: Settings) -> Path | None:
         )
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise ValueError(
-                "the plain loop does not speak DeepSpeed: use the Trainer, without --loop"
+                "the plain loop does not speak DeepSpeed: use the Trainer, rope-patch finetune"
             )
         run = TrainingRun(settings, prepared, accelerator, resume, entry_point="loop")
         model, optimizer, scheduler = prepare_with_accelerate(run)
@@ -115,7 +117,7 @@ def require_supported_by_loop(settings: Settings) -> None:
         if key in settings.explicit and values[key] != defaults[key]:
             raise ValueError(
                 f"{key}: {values[key]} means nothing to the plain loop: leave it out, or use "
-                "the Trainer, without --loop"
+                "the Trainer, rope-patch finetune"
             )
 
 
@@ -174,6 +176,37 @@ def prepare_with_accelerate(run: TrainingRun) -> tuple[Any, Any, Any]:
     )
     model, optimizer = accelerator.prepare(model, optimizer)
     return model.train(), optimizer, make_scheduler(training, optimizer, run.steps)
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, *, decay_embeddings: bool
+) -> list[dict[str, Any]]:
+    """Return the trained parameters with and without weight decay, as an optimizer takes them."""
+    decayed = set(decayed_names(model, decay_embeddings=decay_embeddings))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for name, p in trained if name in decayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
+    ]
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Turn activation checkpointing on: keep layer inputs, recompute the rest."""
+    # transformers 5.23 renamed gradient_checkpointing_enable.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+
+
+def add_liger(model: Any, config: dict[str, bool] | None) -> None:
+    """Apply Liger's kernels to a model, as the Trainer does by itself."""
+    try:
+        from transformers.integrations.liger import apply_liger_kernel
+    except ImportError as error:
+        raise ValueError(
+            "use_liger_kernel: this transformers has it in its Trainer only: use the Trainer, "
+            "rope-patch finetune"
+        ) from error
+    apply_liger_kernel(model, config)
 
 
 def carry_optimizer(run: TrainingRun, model: Any, optimizer: Any) -> None:
@@ -268,3 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.disable_progress_bar()  # transformers' short-lived bars would interrupt ours
     settings, _ = parse_settings(sys.argv[1:] if arguments is None else arguments)
     loop(settings)
+
+
+if __name__ == "__main__":
+    run_command(main)

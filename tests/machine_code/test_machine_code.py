@@ -1,6 +1,6 @@
 """Test the kernels' machine code for GPUs: registers, accesses, instructions and waits.
 
-No GPU is needed. `python -m rope_patch.benchmarks.kernels.machine_code --json` prints the input.
+No GPU is needed. `PYTHONPATH=tests python -m machine_code --json` prints the input.
 """
 
 import json
@@ -14,14 +14,16 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from helpers.processes import python_path
 
 pytest.importorskip("triton")
 
-from rope_patch.benchmarks.kernels.launch_code import Code
-from rope_patch.benchmarks.kernels.machine_code import MODEL_JOBS, VARIANT_JOBS, format_table
-from rope_patch.benchmarks.kernels.rival_code import OURS, format_comparison
-from rope_patch.benchmarks.kernels.sass import TOOLS
+from machine_code.cross_compilation import MODEL_JOBS, VARIANT_JOBS
+from machine_code.launch_code import Code, format_table
+from machine_code.rival_code import OURS, format_comparison
+from machine_code.sass import TOOLS
 
+DOCS = Path(__file__).parents[2] / "docs"
 NVIDIA, AMD = ("sm_80", "sm_90", "sm_100"), "gfx942"
 JOBS = MODEL_JOBS | VARIANT_JOBS
 
@@ -143,8 +145,9 @@ def run_command(tmp_path_factory):
         with FileLock(output_file.with_suffix(".lock")):
             if not output_file.exists():
                 env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-                module = "rope_patch.benchmarks.kernels.machine_code"
-                command = [sys.executable, "-m", module, "--json", "--target", target, *options]
+                env["PYTHONPATH"] = python_path()
+                command = [sys.executable, "-m", "machine_code", "--json", "--target", target]
+                command += options
                 result = subprocess.run(command, env=env, capture_output=True, text=True)
                 assert result.returncode == 0, result.stderr
                 output_file.write_text(result.stdout)
@@ -347,7 +350,7 @@ def test_table_in_docs_is_what_the_command_prints(compile_jobs):
 
 def require_in_docs(table):
     """Compare; versions of Triton differ by a few instructions, so by a hundredth of the slots."""
-    docs = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
+    docs = (DOCS / "kernels.md").read_text()
     printed = table.splitlines()
     start = docs.splitlines().index(printed[0])
     documented = docs.splitlines()[start : start + len(printed)]

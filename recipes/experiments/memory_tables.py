@@ -1,10 +1,12 @@
-"""Markdown tables of plans: the longest rows of two models, an 8B at up to a million tokens.
+"""Print recipes/README.md's tables of memory: `python recipes/experiments/memory_tables.py`.
 
-Planned numbers stand beside published ones; nothing here was measured by this project.
+They have the longest rows of two models; with `--million` an 8B at up to a million tokens, and
+published numbers beside planned ones. Nothing here was measured by this project.
 """
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,3 +208,11 @@ def _bracketed(size: int) -> str:
     fits = size <= DEVICES["80 GB"] * (1 - RESERVE)
     number = f"{size / GIB:,.1f}"
     return number if fits else f"({number})"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Print tables of memory plans as Markdown.")
+    parser.add_argument("--million", action="store_true", help="an 8B at up to a million tokens")
+    is_million = parser.parse_args().million
+    tables = (million_table(), published_table()) if is_million else (lengths_table(),)
+    print("\n\n".join(tables))

@@ -71,6 +71,60 @@ class Job:
         return tensors * heads * self.head_dim * torch.bfloat16.itemsize
 
 
+_QWEN: Any = {"head_dim": 128}
+_GEMMA: Any = {"head_dim": 256, "heads": (16, 8), "offset": 1.0}
+_OLMO: Any = {"head_dim": 128, "heads": (32, 32), "norm_all_heads": True}
+_SMOL: Any = {"head_dim": 64, "heads": (9, 3)}
+
+MODEL_JOBS = {
+    "Llama 3 8B, rope": Job(kernel="rope", head_dim=128),
+    "Gemma 3 12B, rope": Job(kernel="rope", **_GEMMA),
+    "SmolLM2 135M, rope": Job(kernel="rope", **_SMOL),
+    **{f"Qwen3 8B, {kernel}": Job(kernel=kernel, **_QWEN) for kernel in NORM_KERNELS},
+    **{f"Gemma 3 12B, {kernel}": Job(kernel=kernel, **_GEMMA) for kernel in NORM_KERNELS[:2]},
+    **{f"OLMo 2 7B, {kernel}": Job(kernel=kernel, **_OLMO) for kernel in NORM_KERNELS[:2]},
+    "Llama 3 8B, rope, one token": Job(kernel="rope", head_dim=128, tokens=1),
+    "SmolLM2 135M, rope, one token": Job(kernel="rope", **_SMOL, tokens=1),
+    "Qwen3 8B, norm, one token": Job(kernel="norm", **_QWEN, tokens=1),
+    "Gemma 3 12B, norm, one token": Job(kernel="norm", **_GEMMA, tokens=1),
+}
+
+COMPARED_JOBS = {
+    name: MODEL_JOBS[name]
+    for name in (
+        "Llama 3 8B, rope",
+        "Gemma 3 12B, rope",
+        "SmolLM2 135M, rope",
+        "Qwen3 8B, norm",
+        "Gemma 3 12B, norm",
+    )
+}
+
+VARIANT_JOBS = {
+    **{
+        f"{kernel}, {head_dim}, {'neighbours' if interleaved else 'halves'}": Job(
+            kernel=kernel, head_dim=head_dim, interleaved=interleaved
+        )
+        for kernel in ("rope", *NORM_KERNELS)
+        for head_dim in (64, 128, 256)
+        for interleaved in (False, True)
+    },
+    "rope backwards": Job(kernel="rope backwards", head_dim=128),
+    "re-rotation, one layer": Job(kernel="re-rotation", head_dim=128),
+    "re-rotation, 36 layers": Job(kernel="re-rotation", head_dim=128, layers=36),
+    "re-rotation, 30 narrow layers": Job(kernel="re-rotation", **_SMOL, layers=30),
+    "rope, a part": Job(kernel="rope", head_dim=128, rotary_dim=32),
+    **{
+        f"{kernel}, {tokens}": Job(kernel=kernel, head_dim=128, tokens=tokens)
+        for kernel in CACHE_KERNELS
+        for tokens in (1, 8192)
+    },
+    "norm of all heads into a cache": Job(kernel="norm into a cache", **_OLMO, tokens=1),
+    "sum of weights": Job(kernel="sum of weights", head_dim=128),
+    "sum of weights of all heads": Job(kernel="sum of weights", head_dim=128, norm_all_heads=True),
+}
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel and what it is launched with.

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from rope_patch.benchmarks.kernels.launch_code import count_ptx_accesses
-from rope_patch.benchmarks.kernels.sass import estimate_cycles, parse_sass, walk
+from machine_code.launch_code import count_ptx_accesses
+from machine_code.sass import estimate_cycles, parse_sass, walk
 
 
 def parse(*lines):

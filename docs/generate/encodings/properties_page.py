@@ -1,4 +1,4 @@
-"""Write docs/encoding-properties.md: `python docs/generate/properties.py`."""
+"""Write docs/encoding-properties.md: `python docs/generate/encodings/properties_page.py`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from encoding_properties import PROPERTIES, Verdict, property_table
+from encoding_subjects import Content, Setting
 
 from rope_patch.encodings.counted import normalised_table
 from rope_patch.encodings.decay import xpos_factors
-from rope_patch.encodings.properties import PROPERTIES, Verdict, property_table
-from rope_patch.encodings.subject import Content, Setting
 from rope_patch.ops import axial_frequencies, mixed_frequencies, n_dimensional_rope
 
-PAGE = Path(__file__).parents[1] / "encoding-properties.md"
+PAGE = Path(__file__).parents[2] / "encoding-properties.md"
 
 _GROUPS = {
     "The code": ("unique", "bounded", "linear in shift", "periodic", "n-dimensional"),
@@ -41,7 +41,7 @@ _INTRODUCTION = (
     """
     Ten properties are listed wherever positional encodings are compared, mostly as opinions. Here
     each is a numerical test. All numbers on this page are computed:
-    `python docs/generate/properties.py` writes it, and a test compares.
+    `python docs/generate/encodings/properties_page.py` writes it, and a test compares.
     """,
     """
     The encodings are those of `rope_patch.encodings` with their usual constants: N = {length}
@@ -129,10 +129,12 @@ _SLIPS = (
 
 _OWN = """## Your own encoding
 
+In a clone, with `PYTHONPATH=docs/generate/encodings`:
+
 ```python
 import torch
-from rope_patch.encodings.properties import PROPERTIES, property_table
-from rope_patch.encodings.subject import Setting, Table
+from encoding_properties import PROPERTIES, property_table
+from encoding_subjects import Setting, Table
 
 table = property_table(["rope", "alibi"], ["relative", "decaying"])
 print(table["rope"]["relative"].answer, table["alibi"]["decaying"].answer)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-
-from rope_patch.encodings.subject import (
+from encoding_subjects import (
     SUBJECTS,
     CodeSubject,
     Content,
@@ -22,6 +21,7 @@ from rope_patch.encodings.subject import (
     make_axis,
     make_subject,
 )
+
 from rope_patch.utils.errors import Refused, did_you_mean
 
 EXACT = 1e-6  # relative; what is equal in exact numbers comes out below 1e-9 here

@@ -14,11 +14,12 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
+from helpers.processes import python_path
 
-from rope_patch.benchmarks.kernels import host_time
-from rope_patch.benchmarks.kernels.launch_code import Code
-from rope_patch.benchmarks.kernels.rival_code import OURS, format_comparison, missing
-from rope_patch.benchmarks.kernels.sass import TOOLS
+from machine_code import host_time
+from machine_code.launch_code import Code
+from machine_code.rival_code import OURS, format_comparison, missing
+from machine_code.sass import TOOLS
 
 HAS_TOOLS = (TOOLS / "nvdisasm").is_file()
 
@@ -42,8 +43,8 @@ CODE = """
 import json
 from dataclasses import asdict, replace
 import torch
-from rope_patch.benchmarks.kernels import host_time
-from rope_patch.benchmarks.kernels.shapes import SHAPES
+from machine_code import host_time
+from rope_patch.benchmarks import SHAPES
 
 launches = []
 shapes = [replace(SHAPES[name], layers=3) for name in ("qwen3-8b", "llama-3-8b")]
@@ -87,10 +88,9 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rope_patch.benchmarks.kernels.cross_compilation import Job
-from rope_patch.benchmarks.kernels.implementations import Unavailable
-from rope_patch.benchmarks.kernels.rival_code import compare, record_rival
-from rope_patch.benchmarks.kernels.third_party import third_party_implementations
+from machine_code.cross_compilation import Job
+from machine_code.rival_code import compare, record_rival
+from rope_patch.benchmarks import Unavailable, third_party_implementations
 
 sys.modules["liger_kernel"] = None
 job, folder = Job(kernel="rope", head_dim=128, heads=(6, 2), tokens=32), Path(sys.argv[1])
@@ -118,7 +118,7 @@ def lines(tmp_path_factory):
     (folder / "rotary.py").write_text(STAND_IN)
     process = subprocess.run(
         [sys.executable, "-c", (RIVALS if HAS_TOOLS else "print()") + COPY_KERNEL + CODE, folder],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
     )

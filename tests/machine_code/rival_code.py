@@ -15,22 +15,24 @@ from unittest import mock
 import torch
 from triton.runtime.jit import JITFunction
 
-from rope_patch.benchmarks.kernels.cross_compilation import Job, Launch
-from rope_patch.benchmarks.kernels.implementations import (
-    Implementation,
-    Unavailable,
-    describe_error,
-)
-from rope_patch.benchmarks.kernels.launch_code import (
+from machine_code.cross_compilation import Job, Launch
+from machine_code.launch_code import (
     Code,
     count_instructions,
     read_code,
     read_launch,
 )
-from rope_patch.benchmarks.kernels.operator_count import OperatorCount
-from rope_patch.benchmarks.kernels.sass import Instruction, walk
-from rope_patch.benchmarks.kernels.shapes import VIEWS, Problem, Shape
-from rope_patch.benchmarks.kernels.third_party import third_party_implementations
+from machine_code.sass import Instruction, walk
+from rope_patch.benchmarks import (
+    VIEWS,
+    Implementation,
+    OperatorCount,
+    Problem,
+    Shape,
+    Unavailable,
+    describe_error,
+    third_party_implementations,
+)
 
 OURS = "rope_patch"
 
