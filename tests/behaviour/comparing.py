@@ -7,18 +7,26 @@ that a mask can be mended without another record.
 import difflib
 import json
 import re
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 WIDTH = 160  # characters; longer lines are cut into pieces, or a page would be one line
 TIMED = ("cases/bench/",)  # all numbers are times there
-# What is replaced in texts and names of files, in this order: each with its reason.
+DURATION = r"\d[\d,.]*(?:e-\d+)? ?(?:s|ms|h|min|seconds?|minutes?|hours?)\b"
+# What is replaced in texts and names of files, in this order: each with its reason. So is the
+# folder of the checkout, which about.json names.
 MASKS = [
+    (r"/\S*/site-packages/", "PACKAGES/", "each checkout has an environment of its own"),
+    (r"\S*/bin/python[\d.]*", "PYTHON", "the same"),
+    (r"\b[0-9a-f]{40}\b\+?", "REVISION", "what is recorded"),
     (r"[^\n\r]*\d+%\|[^\n]*\n", "", "progress bars"),
     (r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?(\.\d+)?([+-]\d\d:\d\d|Z)?)?", "DATE", "dates"),
-    (r"\d[\d,.]*(?:e-\d+)?( ?)(s|ms|h|min|seconds?|minutes?|hours?)\b", r"#\1\2", "durations"),
-    (r"\d[\d.]* of # minutes", "# of # minutes", "a duration"),
+    (rf"{DURATION}(?: {DURATION})*", "DURATION", "durations, also of two units"),
+    (r"\d[\d.]* of DURATION", "DURATION", "the same"),
+    (r"done, [a-z ]*(?:DURATION|minute)s? left", "done", "what is left of the time"),
+    (r"(budget\W{1,3})\d+\.\d{6,}", r"\1DURATION", "what earlier durations leave"),
     (r"(Peak memory\W[^\d\n]*)[\d.]+", r"\1#", "depends on what the process imported before"),
     (r"\d[\d,.]*(/min| a minute)\b", r"#\1", "speeds"),
 ]
@@ -46,8 +54,10 @@ LEFT_OUT = {"about.json"}  # says where and of what a record was made
 def compare(a, b, tolerance=0.0, lines=20):
     """Print all differences of two records; return 1 if there is one, else 0."""
     first, second = recorded_files(a), recorded_files(b)
-    both = first.keys() & second.keys()
-    found = {name: difference(name, first[name], second[name], tolerance) for name in both}
+    found = {
+        name: difference(name, (first[name], second[name]), (checkout(a), checkout(b)), tolerance)
+        for name in first.keys() & second.keys()
+    }
     found |= only_in(a, first, second) | only_in(b, second, first)
     differing = sorted(name for name, texts in found.items() if texts)
     for name in differing:
@@ -81,16 +91,25 @@ def recorded_files(record):
     }
 
 
-def difference(name, first, second, tolerance):
+def checkout(record):
+    """Return the folder of the checkout that was recorded."""
+    return str(Path(json.loads((record / "about.json").read_text())["package"]).parent)
+
+
+def difference(name, paths, checkouts, tolerance):
     """Return the lines that say how two files differ; none if they are alike."""
-    if first.read_bytes() == second.read_bytes():
+    first, second = (path.read_bytes() for path in paths)
+    if first == second:
         return []
     if name.endswith(".safetensors"):
-        return tensor_differences(load_file(first), load_file(second), tolerance)
+        return tensor_differences(*map(load_file, paths), tolerance)
     try:
-        texts = [canonical(name, path.read_text(encoding="utf-8")) for path in (first, second)]
+        texts = [
+            canonical(name, content.decode().replace(folder, "CHECKOUT"))
+            for content, folder in zip((first, second), checkouts, strict=True)
+        ]
     except UnicodeDecodeError:
-        return [f"other bytes: {first.stat().st_size} and {second.stat().st_size}"]
+        return [f"other bytes, {len(first)} and {len(second)}"]
     command = [texts[0][0]] if texts[0] and texts[0][0].startswith("$ ") else []
     _, _, *found = [*difflib.unified_diff(*texts, n=1, lineterm="")] or [None, None]
     return command + found if found else []
