@@ -68,8 +68,10 @@ test-mutants: $(VENV)/mutants
 
 # To compare: make behaviour BEFORE=out/before, an earlier record, whose runs are continued.
 behaviour: $(VENV)/installed
-	PYTHONPATH=tests $(BIN)/python -m behaviour record $(TO) $(if $(BEFORE),--continue $(BEFORE))
-	$(if $(BEFORE),PYTHONPATH=tests $(BIN)/python -m behaviour compare $(BEFORE) $(TO))
+	cd tests && $(abspath $(BIN))/python -m behaviour record $(abspath $(TO)) \
+		$(if $(BEFORE),--continue $(abspath $(BEFORE)))
+	$(if $(BEFORE),cd tests && \
+		$(abspath $(BIN))/python -m behaviour compare $(abspath $(BEFORE)) $(abspath $(TO)))
 
 test-installed: $(VENV)/installed
 	$(BIN)/pytest -n 2 -m installed tests/installed

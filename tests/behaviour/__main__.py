@@ -29,8 +29,13 @@ words.add_argument("--lines", type=int, default=20, help="lines of each differen
 if __name__ == "__main__":
     options = vars(parser.parse_args())
     if options.pop("command") == "record":
-        from behaviour.recording import FRESH, record
+        from helpers.processes import FRESH
 
+        import rope_patch
+        from behaviour.recording import record
+
+        if Path.cwd() == Path(rope_patch.__file__).parents[1]:
+            parser.error("run this in the folder tests: Python imports this folder's rope_patch")
         FRESH.set_forkserver_preload([*PRELOADED])
         record(**options)
     else:

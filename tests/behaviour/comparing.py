@@ -27,6 +27,7 @@ MASKS = [
     (r"\d[\d.]* of DURATION", "DURATION", "the same"),
     (r"done, [a-z ]*(?:DURATION|minute)s? left", "done", "what is left of the time"),
     (r"(budget\W{1,3})\d+\.\d{6,}", r"\1DURATION", "what earlier durations leave"),
+    (r'aria-valuenow="\d+"><div style="width: \d+%"', "PROGRESS", "a share of the time"),
     (r"(Peak memory\W[^\d\n]*)[\d.]+", r"\1#", "depends on what the process imported before"),
     (r"\d[\d,.]*(/min| a minute)\b", r"#\1", "speeds"),
 ]

@@ -21,7 +21,7 @@ from unittest import mock
 
 from filelock import FileLock
 from helpers.commands import run_in_new_process
-from helpers.processes import FRESH
+from helpers.processes import run_fresh
 
 import rope_patch
 from behaviour.cases import CASES, INTERRUPTED
@@ -97,11 +97,8 @@ def about():
 
 
 def in_process(function, *arguments):
-    process = FRESH.Process(target=function, args=arguments)
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"{function.__name__} ended with exit code {process.exitcode}")
+    if status := run_fresh(function, *arguments):
+        raise RuntimeError(f"{function.__name__} ended with exit code {status}")
 
 
 def timed(name, job):

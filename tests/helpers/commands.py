@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from helpers.processes import FRESH
+from helpers.processes import run_fresh
 from rope_patch.cli import main
 
 
@@ -49,12 +49,8 @@ def run_in_new_process(*words, cwd=None, before=None, **variables):
     own = {**os.environ, **_ONE_CPU, **variables}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = FRESH.Process(
-            target=_run_command, args=([*map(str, words)], cwd, before, own, outputs)
-        )
-        process.start()
-        process.join()
-        return CommandResult(process.exitcode, *(path.read_text() for path in outputs))
+        status = run_fresh(_run_command, [*map(str, words)], cwd, before, own, outputs)
+        return CommandResult(status, *(path.read_text() for path in outputs))
 
 
 def _run_command(words, folder, before, variables, outputs):
