@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 WIDTH = 160  # characters; longer lines are cut into pieces, or a page would be one line
 TIMED = ("cases/bench/",)  # all numbers are times there
 DURATION = r"\d[\d,.]*(?:e-\d+)? ?(?:s|ms|h|min|seconds?|minutes?|hours?)\b"
-# What is replaced in texts and names of files, in this order: each with its reason. So is the
-# folder of the checkout, which about.json names.
+# What is replaced in texts, in this order: each with its reason. The folder of the checkout, which
+# about.json names, is replaced before.
 MASKS = [
     (r"/\S*/site-packages/", "PACKAGES/", "each checkout has an environment of its own"),
     (r"\S*/bin/python[\d.]*", "PYTHON", "the same"),
@@ -49,7 +49,8 @@ MASKED_KEYS = {
     "trainer_state.json": "size and seal of a file with speeds",
     "digest": "seals contents with times",
 }
-LEFT_OUT = {"about.json"}  # says where and of what a record was made
+# Of what a record was made, and what runs left when they were killed: `continued` depends on it.
+NOT_COMPARED = ("about.json", "interrupted/")
 
 
 def compare(a, b, tolerance=0.0, lines=20):
@@ -82,13 +83,14 @@ def case_of(name):
 
 
 def recorded_files(record):
-    """Return a record's files by their masked names, but for what a run left when it was killed."""
+    """Return a record's files by their names within it."""
     if not (record / "about.json").is_file():
         raise SystemExit(f"{record} is no record: expected about.json in it")
-    paths = (path for path in record.rglob("*") if path.is_file())
-    names = {masked(path.relative_to(record).as_posix()): path for path in sorted(paths)}
+    paths = {path.relative_to(record).as_posix(): path for path in record.rglob("*")}
     return {
-        n: p for n, p in names.items() if n not in LEFT_OUT and not n.startswith("interrupted/")
+        name: path
+        for name, path in paths.items()
+        if path.is_file() and not name.startswith(NOT_COMPARED)
     }
 
 
@@ -138,7 +140,7 @@ def canonical(name, text):
         parts = re.split(r"(?m)(?<=^-- stdout\n)|^(?=-- stderr$)", text)
     text = masked("".join(map(as_values, parts)))
     if name.startswith(TIMED):
-        text = re.sub(r"\d[\d,.]*", "#", text)
+        text = re.sub(r"-?\d[\d,.]*(e-\d+)?", "#", text)
     return [piece for line in text.splitlines() for piece in re.findall(f".{{1,{WIDTH}}}", line)]
 
 

@@ -131,10 +131,12 @@ def write_result(path, words, result):
 
 
 def keep_files(folder, target):
-    """Move a folder's files into the record, but for what no two runs have alike."""
-    left_out = shutil.ignore_patterns(
-        "*.lock", "optimizer.pt", "rng_state.pth", "training_args.bin"
-    )
+    """Move a folder's files into the record, but for locks and pickles that two runs write unlike.
+
+    Whether these pickles are right is seen where a run is continued.
+    """
+    pickles = ("optimizer.pt", "rng_state.pth", "training_args.bin")
+    left_out = shutil.ignore_patterns("*.lock", *pickles)
     shutil.copytree(folder, target, ignore=left_out, dirs_exist_ok=True)
     shutil.rmtree(folder)
 
