@@ -3,6 +3,7 @@
 # make test-changed    what a change can break, nearest first, for two minutes
 # make test-regress    mended defects, brought back one at a time: a test must fail
 # make test-mutants    random lines of numerics, changed one at a time: a test should fail
+# make behaviour       records what commands print and write, to compare with another revision
 # make test-installed  the commands from a wheel, in an environment of its own
 # make test-engines    the plugin for vLLM, exports and verdicts, in engines, in their environment
 # make test-vllm-source  what the plugin leans on, in the source of the vLLM named by VLLM
@@ -23,6 +24,7 @@ ENGINES ?= .venv-engines
 VLLM ?= 0.33.0
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 RIVALS ?= out/rivals
+TO ?= out/behaviour
 BIN := $(VENV)/bin
 SOURCES := setup.py README.md $(shell find rope_patch eval recipes \
 	\( -name __pycache__ -o -path eval/results \) -prune -o -print)
@@ -38,8 +40,8 @@ RECORD := PYTHONPATH=$(CURDIR)/tests/compatibility
 RUNS := tests/compatibility/runs
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-changed test-slow test-regress test-mutants test-installed test-engines \
-	test-vllm-source test-triton test-oldest test-newest test-transformers lint docs clean
+.PHONY: demo test test-changed test-slow test-regress test-mutants behaviour test-installed \
+	test-engines test-vllm-source test-triton test-oldest test-newest test-transformers lint docs clean
 
 # Six texts are the fewest that can decide.
 demo: $(DEMO)/weights
@@ -63,6 +65,13 @@ test-regress: $(VENV)/installed
 # Goes on where it was stopped.
 test-mutants: $(VENV)/mutants
 	PYTHONPATH=tests $(BIN)/python -m regressions.mutants
+
+# To compare: make behaviour BEFORE=out/before, an earlier record, whose runs are continued.
+behaviour: $(VENV)/installed
+	cd tests && $(abspath $(BIN))/python -m behaviour record $(abspath $(TO)) \
+		$(if $(BEFORE),--continue $(abspath $(BEFORE)))
+	$(if $(BEFORE),cd tests && \
+		$(abspath $(BIN))/python -m behaviour compare $(abspath $(BEFORE)) $(abspath $(TO)))
 
 test-installed: $(VENV)/installed
 	$(BIN)/pytest -n 2 -m installed tests/installed

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from helpers.processes import FRESH
+from helpers.processes import run_fresh
 from rope_patch.cli import main
 
 
@@ -40,22 +40,20 @@ def run_in_new_interpreter(*words, cwd=None):
     )
 
 
-def run_in_new_process(*words, cwd=None, **variables):
+def run_in_new_process(*words, cwd=None, before=None, **variables):
     """Run a command in a new process, with one thread and no GPU.
 
     The process is forked from one that has imported the package and run nothing of it. `variables`
-    are added to its environment.
+    are added to its environment; `before` is called in it first.
     """
     own = {**os.environ, **_ONE_CPU, **variables}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = FRESH.Process(target=_run_command, args=([*map(str, words)], cwd, own, outputs))
-        process.start()
-        process.join()
-        return CommandResult(process.exitcode, *(path.read_text() for path in outputs))
+        status = run_fresh(_run_command, [*map(str, words)], cwd, before, own, outputs)
+        return CommandResult(status, *(path.read_text() for path in outputs))
 
 
-def _run_command(words, folder, variables, outputs):
+def _run_command(words, folder, before, variables, outputs):
     for descriptor, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     if folder is not None:
@@ -65,6 +63,8 @@ def _run_command(words, folder, variables, outputs):
     torch.set_num_threads(1)
     sys.path[:0] = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = ["rope-patch", *words]
+    if before is not None:
+        before()
     main()
 
 

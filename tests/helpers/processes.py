@@ -6,8 +6,10 @@ import os
 import runpy
 import socket
 import sys
+import threading
 import time
 from contextlib import contextmanager
+from multiprocessing import connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
@@ -43,12 +45,26 @@ FRESH = _FreshContext()
 FRESH.set_forkserver_preload(["rope_patch.training.trainer", "training_loop"])
 
 
+_STARTING = threading.Lock()
+
+
+def run_fresh(function, *arguments):
+    """Run a function in a fresh process and return the exit code; several threads may do so.
+
+    `Process.start` polls the processes of other threads, too, and takes their exit codes from them.
+    """
+    process = FRESH.Process(target=function, args=arguments)
+    with _STARTING:
+        process.start()
+    connection.wait([process.sentinel])
+    with _STARTING:
+        process.join()
+    return process.exitcode
+
+
 def run_code(code):
     """Run Python in a fresh process that has imported the package; fail where it fails."""
-    process = FRESH.Process(target=exec, args=(code,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    assert run_fresh(exec, code) == 0
 
 
 def run_forked(job, size=2, patience=300):
