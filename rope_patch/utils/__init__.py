@@ -14,6 +14,7 @@ front(
         "folder_lock": "FolderLock lock_folder",
         "journal": "JournalFile check_lines",
         "notebook": "text_html",
+        "plain_text": "align format_duration",
         "plot_style": "PALETTE",
         "processes": "Processes",
         "progress": "progress_bar",
