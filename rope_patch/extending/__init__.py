@@ -15,7 +15,7 @@ front(
         "progress_page": "ProgressPage",
         "proof": "base_request decide plan_samples read_results",
         "publication": "publish write_exports",
-        "request": "ExtendRequest format_duration parse_duration parse_target",
+        "request": "ExtendRequest parse_duration parse_target",
         "work_folder": "WorkFolder",
     },
 )

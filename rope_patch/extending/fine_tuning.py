@@ -13,7 +13,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from rope_patch.extending.candidates import Candidate
-from rope_patch.extending.request import ExtendRequest, format_duration
+from rope_patch.extending.request import ExtendRequest
 from rope_patch.methods import build
 from rope_patch.tasks import texts
 from rope_patch.training import checkpoints
@@ -24,6 +24,7 @@ from rope_patch.training.run import open_run_folder
 from rope_patch.training.settings import Settings, parse_settings
 from rope_patch.training.trainer import LongContextTrainer, finetune
 from rope_patch.utils.errors import Refused, one_line
+from rope_patch.utils.plain_text import format_duration
 
 logger = logging.getLogger("rope_patch")
 

@@ -23,7 +23,6 @@ from rope_patch.extending.candidates import Candidate, compared_candidates, trai
 from rope_patch.extending.progress_page import ProgressPage
 from rope_patch.extending.request import (
     ExtendRequest,
-    format_duration,
     parse_target,
 )
 from rope_patch.extending.result import NOT_SHOWN, PUBLISHED, Extended
@@ -38,6 +37,7 @@ from rope_patch.recommending.budget import BudgetTooSmall
 from rope_patch.recommending.result import JSON_FILE, MARKDOWN_FILE
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, one_line
+from rope_patch.utils.plain_text import format_duration
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")

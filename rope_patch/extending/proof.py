@@ -22,13 +22,14 @@ from rope_patch.evaluation.report.writer import write_report
 from rope_patch.evaluation.request import BASELINE, PERPLEXITY, SHORT, EvalRequest
 from rope_patch.evaluation.results_schema import RunRecord
 from rope_patch.extending.candidates import Candidate
-from rope_patch.extending.request import ExtendRequest, format_duration
+from rope_patch.extending.request import ExtendRequest
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_tokenizer
 from rope_patch.runs.run_folder import LOCK
 from rope_patch.statistics import least_texts
 from rope_patch.tasks import texts
 from rope_patch.utils import checksums
+from rope_patch.utils.plain_text import format_duration
 
 logger = logging.getLogger("rope_patch")
 

@@ -132,15 +132,6 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-def format_duration(seconds: float) -> str:
-    """Return a time to read: 2 h 05 min, 3 min 20 s, 12 s."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
 def _checkpoint_digest(path: Path) -> str | None:
     """Return a digest of a folder's files, large ones by samples; None for a name.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rope_patch.recommending.sample_sets import BLOCK_SIZE
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.escaping import printable
+from rope_patch.utils.plain_text import format_duration
 from rope_patch.utils.processes import Processes
 from rope_patch.utils.progress import progress_bar
 
@@ -86,7 +87,7 @@ class TimeBudget:
         now = self._spent + self.elapsed()
         self._bar.set_description_str(status, refresh=False)
         self._bar.set_postfix_str(
-            f"{_format_duration(max(self._total - now, 0))} left", refresh=False
+            f"{format_duration(max(self._total - now, 0))} left", refresh=False
         )
         self._bar.n = min(round(now), self._bar.total)
         self._bar.refresh()
@@ -232,8 +233,3 @@ def next_block_count(
     """
     fits = int(seconds_left / (alive * costs.both + costs.short)) if seconds_left > 0 else 0
     return min(2 * blocks_done, max_blocks, blocks_done + fits)
-
-
-def _format_duration(seconds: float) -> str:
-    minutes, remainder = divmod(round(seconds), 60)
-    return f"{minutes} min {remainder:02d} s" if minutes else f"{remainder} s"

@@ -10,6 +10,7 @@ from rope_patch.recommending.decision_rule import Choice
 from rope_patch.recommending.variants import PLAIN
 from rope_patch.utils.errors import one_line
 from rope_patch.utils.escaping import escape_markdown, markdown_block, markdown_code, markdown_prose
+from rope_patch.utils.plain_text import align
 
 if TYPE_CHECKING:
     from rope_patch.recommending.result import Recommendation
@@ -74,7 +75,7 @@ def as_text(recommendation: Recommendation) -> str:
         lines += [f"  {recommendation.shell}"]
     lines += [
         "",
-        *_align(_table(recommendation)),
+        *align(_table(recommendation)),
         "",
         *(f"- {reason}" for reason in recommendation.reasons),
     ]
@@ -157,15 +158,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         "everywhere" if row["everywhere"] else ", ".join(row["engines"]) or "nowhere",
         str(long.get("samples", 0)),
         row["status"],
-    ]
-
-
-def _align(table: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    widths[-1] = 0
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
     ]
 
 

@@ -13,6 +13,7 @@ front(
         "figure_file": "render_figure",
         "journal": "JournalFile check_lines",
         "notebook": "text_html",
+        "plain_text": "align format_duration",
         "plot_style": "PALETTE",
         "processes": "Processes",
         "progress": "progress_bar",

@@ -10,11 +10,11 @@ from rope_patch.extending import (
     ExtendRequest,
     ProgressPage,
     WorkFolder,
-    format_duration,
     parse_duration,
     parse_target,
 )
 from rope_patch.runs import WallClock
+from rope_patch.utils import align, format_duration
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,12 @@ def test_bad_durations_are_refused(text):
 
 def test_durations_are_written_to_read():
     assert [format_duration(s) for s in (12.4, 200, 7500)] == ["12 s", "3 min 20 s", "2 h 05 min"]
+
+
+def test_rows_are_aligned():
+    rows = [["", "n"], ["one", "5"], ["three", "10"]]
+    assert align(rows) == ["       n", "one    5", "three  10"]
+    assert align(rows, right=True) == ["        n", "one     5", "three  10"]
 
 
 @pytest.fixture

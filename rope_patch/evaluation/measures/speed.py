@@ -41,6 +41,7 @@ from rope_patch.pretrained.loading import empty_model, read_config, read_model, 
 from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
 from rope_patch.utils import provenance
+from rope_patch.utils.plain_text import align
 from rope_patch.utils.progress import progress_bar
 
 PLAIN = "none"
@@ -272,8 +273,7 @@ def format_table(results: SpeedRecord) -> str:
         lines["graph breaks"] = [str(row["compile"]["graph_breaks"]) for row in rows]
         lines["recompilations"] = [str(row["compile"]["recompilations"]) for row in rows]
     cells = [[name, *columns] for name, columns in lines.items()]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    padded = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+    padded = align(cells)
     about = (
         f"{r['architecture']}, {r['layers']} layers, {r['dtype']} on {r['device']}, trained on "
         f"{r['trained_length']:,} tokens; medians of {r['repeats']} repeats, as multiples of "

@@ -15,6 +15,7 @@ from rope_patch.evaluation.report.format import (
     perplexity_text,
 )
 from rope_patch.statistics import Interval
+from rope_patch.utils.plain_text import align
 
 # Names of colours, next to m0, m1, ... for the methods.
 PLAIN = "plain"
@@ -86,8 +87,7 @@ def aligned_text(table: Table) -> str:
     for row in table.rows:
         name = f"{row.group}, {row.name}" if row.group else row.name
         lines.append([name, *map(_cell_text, row.cells)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    aligned = [f"  {line}" for line in align(lines)]
     return "\n".join([table.name, *aligned])
 
 

@@ -34,6 +34,7 @@ from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import add_checksum, json_safe
 from rope_patch.utils.escaping import escape_markdown, markdown_block
+from rope_patch.utils.plain_text import format_duration
 from rope_patch.utils.plot_style import PALETTE
 from rope_patch.utils.provenance import Hardware
 
@@ -216,8 +217,8 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
     count, memory = run.get("parameters"), run.get("peak_memory")
     seconds = dict(run.get("seconds") or {})
     total = seconds.pop("total", None)
-    parts = ", ".join(f"{part} {_duration_text(value)}" for part, value in seconds.items())
-    took = "" if total is None else _duration_text(total)
+    parts = ", ".join(f"{part} {format_duration(value)}" for part, value in seconds.items())
+    took = "" if total is None else format_duration(total)
     per_text, precision = run.get("per_text"), run.get("precision")
     facts = {
         "Model": run.get("model"),
@@ -284,14 +285,6 @@ def _document_text(document: DocumentRecord) -> str:
     text = f"{document['name']}, {document['tokens']:,} tokens"
     digest = document.get("sha256")
     return f"{text} (sha256 {str(digest)[:12]})" if digest else text
-
-
-def _duration_text(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"
 
 
 def render(template: Path, page: dict[str, Any]) -> str:

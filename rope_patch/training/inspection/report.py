@@ -20,6 +20,7 @@ from rope_patch.training.inspection.survey import SourceSurvey, read_sources, so
 from rope_patch.training.memory import plan
 from rope_patch.training.settings import Settings
 from rope_patch.utils import atomic_files
+from rope_patch.utils.plain_text import align
 
 _SHOWN_DUPLICATES = 5
 
@@ -284,7 +285,7 @@ def _source_lines(inspection: Inspection) -> list[str]:
         rows.append([name, *(f"{number:,}" for number in numbers)])
         rows[-1] += [f"{share_above(lengths, length):.1%}" for length in marks.values()]
     shares = " and ".join(f"longer than the {name} length" for name in marks)
-    return [*_table(rows), f"(above: the share of tokens in documents {shares})"]
+    return [*align(rows, right=True), f"(above: the share of tokens in documents {shares})"]
 
 
 def _row_lines(inspection: Inspection) -> list[str]:
@@ -300,7 +301,7 @@ def _row_lines(inspection: Inspection) -> list[str]:
         passes = f"{use.passes:,.2f}" if math.isfinite(use.passes) else "none"
         cells = [name, f"{result.rows:,}", f"{padding:.1%}"]
         rows.append([*cells, *(f"{number:,}" for number in numbers), passes])
-    lines = [title, *_table(rows)]
+    lines = [title, *align(rows, right=True)]
     lines.append(f"(passes: how often the recipe's {inspection.tokens:,} tokens need each source)")
     lines += [
         f"{use.name} gives no row: its longest document has {max(s.lengths):,} tokens, and "
@@ -321,7 +322,7 @@ def _duplicate_lines(inspection: Inspection) -> list[str]:
             cells.append(f"{survey.count_duplicates(exact=kind == 'exact'):,}")
             cells.append(f"{survey.duplicate_tokens[kind]:,}")
         rows.append(cells)
-    lines = _table(rows)
+    lines = align(rows, right=True)
     for exact in (True, False):
         found = [d for s in inspection.surveys for d in s.duplicates if d.is_exact == exact]
         for duplicate in found[:_SHOWN_DUPLICATES]:
@@ -329,14 +330,4 @@ def _duplicate_lines(inspection: Inspection) -> list[str]:
             lines.append(f"{duplicate.location} {likeness} {duplicate.original}")
         if len(found) > _SHOWN_DUPLICATES:
             lines.append(f"... and {len(found) - _SHOWN_DUPLICATES:,} more; --json lists all")
-    return lines
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows with aligned columns, the first to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]).rstrip())
     return lines
