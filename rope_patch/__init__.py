@@ -6,20 +6,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rope_patch.methods import frequencies, list_methods, register_method  # need no torch
-from rope_patch.utils.deprecation import warn_renamed
 from rope_patch.utils.front import front
+from rope_patch.utils.installation import warn_renamed
 
 if TYPE_CHECKING:
     from rope_patch.diagnosing import Diagnosis, diagnose
+    from rope_patch.encodings.active import current
+    from rope_patch.encodings.replacement.encoding import list_encodings
+    from rope_patch.encodings.replacement.entry_point import EncodedModel, encode
+    from rope_patch.encodings.sites.handle import EncodingPatch
+    from rope_patch.entry_points import patch, unpatch
     from rope_patch.evaluation.entry_points import Evaluation, compare, evaluate
     from rope_patch.exporting import Export, export
     from rope_patch.extending import Extended, extend
     from rope_patch.extension import Extension
     from rope_patch.integrations.trainer_callback import RopePatchCallback
-    from rope_patch.patching import Patch, encode, list_encodings, patch, restore, unpatch
-    from rope_patch.patching.active import current
-    from rope_patch.patching.encodings.handle import EncodingPatch
-    from rope_patch.patching.replacement.handle import EncodedModel
+    from rope_patch.patching import Patch, restore
     from rope_patch.pictures import picture
     from rope_patch.pretrained.adapters import load_adapter
     from rope_patch.pretrained.loading import load
@@ -91,7 +93,7 @@ if not TYPE_CHECKING:  # or type checkers would accept any name
             warn_renamed(f"rope_patch.{name}", f"rope_patch.{_RENAMED[name]}")
             return getattr(import_module("rope_patch"), _RENAMED[name])
         if name == "__version__":
-            from rope_patch.utils.versions import own_version
+            from rope_patch.utils.installation import own_version
 
             return own_version()
         if name.startswith("_"):
@@ -108,24 +110,26 @@ if not TYPE_CHECKING:  # or type checkers would accept any name
 front(
     __name__,
     {
-        "diagnosing": "Diagnosis diagnose",
-        "evaluation.entry_points": "Evaluation compare evaluate",
+        "diagnosing": "diagnose Diagnosis",
+        "encodings.active": "current",
+        "encodings.replacement.encoding": "list_encodings",
+        "encodings.replacement.entry_point": "encode EncodedModel",
+        "encodings.sites.handle": "EncodingPatch",
+        "entry_points": "patch unpatch",
+        "evaluation.entry_points": "compare evaluate Evaluation",
         "exporting": "Export export",
-        "extending": "Extended extend",
+        "extending": "extend Extended",
         "extension": "Extension",
         "integrations.trainer_callback": "RopePatchCallback",
-        "patching": "Patch encode list_encodings patch restore unpatch",
-        "patching.active": "current",
-        "patching.encodings.handle": "EncodingPatch",
-        "patching.replacement.handle": "EncodedModel",
+        "patching": "Patch restore",
         "pictures": "picture",
         "pretrained.adapters": "load_adapter",
         "pretrained.loading": "load",
-        "pretrained.patched_checkpoint": "PatchedCheckpoint patch_checkpoint",
+        "pretrained.patched_checkpoint": "patch_checkpoint PatchedCheckpoint",
         "pretrained.saving": "save",
         "pretrained.transformers_registry": "register_rope_types unregister_rope_types",
         "recommending": "recommend",
-        "searching": "SearchResult search",
+        "searching": "search SearchResult",
         "utils.errors": "Refused",
         "verifying": "Verification verify",
     },

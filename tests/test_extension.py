@@ -9,7 +9,7 @@ from helpers.tiny_models import LONG_FACTOR, TRAINED, logits, make_model
 
 import rope_patch
 from rope_patch import Extension
-from rope_patch.patching import check
+from rope_patch.entry_points import check
 
 REQUESTS = {
     "a factor": ("llama", "yarn", {"factor": 4}),

@@ -9,8 +9,7 @@ import shutil
 from pathlib import Path
 
 from rope_patch.evaluation.report.table import Cell, Table
-from rope_patch.lab.report.headline import headline
-from rope_patch.lab.report.tables import length_table, published_table
+from rope_patch.lab.report import headline, length_table, published_table
 from rope_patch.lab.results import LOSS, RIGHT, LabResults
 from rope_patch.lab.settings import RECALL, TEXT
 from rope_patch.lab.statements import check_statements

@@ -17,7 +17,7 @@ from typing import Any
 
 from rope_patch.pictures import PICTURES, make_picture
 from rope_patch.pictures.renderer import draw
-from rope_patch.utils.figure_file import write_figure
+from rope_patch.utils.figures import write_figure
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pictures.md"

@@ -19,14 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rope_patch.training.memory.model import MemoryNeed, memory_need
-from rope_patch.training.memory.setup import TrainingSetup
+from rope_patch.training.memory.model import MemoryNeed, TrainingSetup, memory_need
 from rope_patch.training.model_setup import add_lora
 from rope_patch.training.objective import chunked_loss
-from rope_patch.training.objective.distillation import DISTILLED, Distillation
-from rope_patch.training.objective.teacher import Teacher, share_weights
-from rope_patch.training.objective.terms import Objective
-from rope_patch.training.objective.z_loss import ZLoss
+from rope_patch.training.objective.chunked_loss import Objective, ZLoss
+from rope_patch.training.objective.distillation import (
+    DISTILLED,
+    Distillation,
+    Teacher,
+    share_weights,
+)
 from rope_patch.training.settings import ExtensionArguments
 
 MIB = 2**20

@@ -36,7 +36,7 @@ from rope_patch.training.monitor import LOG
 from rope_patch.training.settings import parse_settings
 from rope_patch.training.trainer import finetune
 from rope_patch.utils import atomic_files
-from rope_patch.utils.versions import version
+from rope_patch.utils.installation import version
 
 MODEL = Path("tests/assets/tiny-llama")
 FACTOR = 8

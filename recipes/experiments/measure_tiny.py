@@ -35,7 +35,7 @@ from rope_patch.patching.dynamic.hooks import LengthHooks
 from rope_patch.statistics.intervals import accuracy
 from rope_patch.transformers_api.forwards import cache_arguments
 from rope_patch.utils import atomic_files
-from rope_patch.utils.versions import version
+from rope_patch.utils.installation import version
 
 ONE_PASS_LENGTHS = (256, 512, 1024, 2048)
 DECODED_LENGTHS = (512, 1024)

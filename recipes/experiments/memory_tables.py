@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from rope_patch.pretrained.loading import read_config
-from rope_patch.training.memory.devices import (
+from rope_patch.training.memory.model import RESERVE, host_memory_need, longest_row, memory_need
+from rope_patch.training.memory.plan import step_work
+from rope_patch.training.memory.recipe_setup import (
     DEVICE_LAYOUTS,
     DEVICES,
     GIB,
     SHAPES,
     format_tokens,
 )
-from rope_patch.training.memory.model import RESERVE, host_memory_need, longest_row, memory_need
-from rope_patch.training.memory.step_time import step_work
 
 _MODELS = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
 _TRAINING_MODES: dict[str, dict[str, Any]] = {

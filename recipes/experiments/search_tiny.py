@@ -38,13 +38,12 @@ from transformers import AutoModelForCausalLM
 
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample, from_labelled_tensors, samples_digest
+from rope_patch.searching import search_result
 from rope_patch.searching.candidates import Candidate
+from rope_patch.searching.fitness import Evaluation, Fitness
 from rope_patch.searching.journal import SearchJournal, candidate_to_dict
-from rope_patch.searching.loop import search_loop
-from rope_patch.searching.measure.fitness import Evaluation, Fitness
+from rope_patch.searching.loop import SearchProgress, search_loop
 from rope_patch.searching.model import dependency_versions, run_identity
-from rope_patch.searching.progress import SearchProgress
-from rope_patch.searching.result import comparison
 from rope_patch.searching.strategies.registry import STRATEGIES
 from rope_patch.utils import atomic_files
 from rope_patch.utils.processes import Processes
@@ -65,7 +64,7 @@ BUDGETS = {"curve": 100, "longrope2": 200, "longrope": 200, "yarn-rcd": 20, "ntk
 # Start tokens have no form in any engine's config: all strategies search what all engines can run.
 OPTIONS: dict[str, dict[str, Any]] = {"longrope": {"start_tokens": False}}
 SEED, HELD_OUT_SEED = 42, 43
-REFERENCES = {name: Candidate(name, name) for name in comparison.REFERENCES}
+REFERENCES = {name: Candidate(name, name) for name in search_result.REFERENCES}
 
 
 class Case(NamedTuple):
@@ -160,9 +159,11 @@ def compare_with(
     evaluation: Evaluation, references: dict[str, Evaluation], samples: Sequence[Sample]
 ) -> dict[str, Any]:
     """Return an evaluation's numbers and its comparisons with others."""
-    numbers = comparison.compare_on_held_out({comparison.FOUND: evaluation, **references}, samples)
+    numbers = search_result.compare_on_held_out(
+        {search_result.FOUND: evaluation, **references}, samples
+    )
     comparisons = {f"against {label}": numbers.get(f"against {label}") for label in references}
-    return {**numbers[comparison.FOUND], **comparisons}
+    return {**numbers[search_result.FOUND], **comparisons}
 
 
 def early_evaluations() -> int:
@@ -189,7 +190,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
             search_fitness, strategy, folder / strategy
         )
     results[tables.EARLY] = best_of(histories["curve"][: early_evaluations() + 1])
-    candidates = {**results, **REFERENCES, comparison.PLAIN: None}
+    candidates = {**results, **REFERENCES, search_result.PLAIN: None}
     return {
         "settings": case.settings(),
         "found": {strategy: candidate_to_dict(best) for strategy, best in results.items()},

@@ -9,7 +9,7 @@ from typing import Any
 from search_tiny_tables import Case, best_after
 
 from rope_patch.utils import atomic_files
-from rope_patch.utils.plot_style import PAPER, STYLE
+from rope_patch.utils.figures import PAPER, STYLE
 
 LOOK = {"curve": "m0", "longrope2": "m1", "longrope": "m2", "yarn-rcd": "m3", "ntk-rcd": "m4"}
 

@@ -45,7 +45,7 @@ from rope_patch.statistics.clustered_mean import clustered_mean
 from rope_patch.training.settings import parse_settings
 from rope_patch.training.trainer import finetune
 from rope_patch.utils import atomic_files
-from rope_patch.utils.versions import version
+from rope_patch.utils.installation import version
 
 STEPS = 60
 SHORTEST = 64  # tokens of a document

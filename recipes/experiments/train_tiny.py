@@ -46,7 +46,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rope_patch.lab import recall_task
+from rope_patch.lab import tasks
 from rope_patch.tasks import texts
 
 # The vocabulary: 3 special ids, then bytes and merges. The task uses disjoint ranges of the latter.
@@ -62,7 +62,7 @@ STAGES = ((32, 3, 96), (64, 6, 64), (128, 8, 32), (256, 8, 16))  # (length, pair
 PASS_ACCURACY = 0.97  # over 20 steps, to move on
 FINAL_STEPS = 300  # after the last stage is passed, as the learning rate falls to zero
 WHOLE_SHARE = 0.2  # of the repeated segments that use the whole vocabulary
-VOCABULARY = recall_task.RecallVocabulary(FILLER_IDS, KEY_IDS, VALUE_IDS, VOCAB_SIZE, WHOLE_SHARE)
+VOCABULARY = tasks.RecallVocabulary(FILLER_IDS, KEY_IDS, VALUE_IDS, VOCAB_SIZE, WHOLE_SHARE)
 SEED = 6
 FACTOR = 4.0
 TABLE_LENGTHS = (128, 256, 512, 1024)
@@ -152,14 +152,14 @@ def recall_batch(
     generator: torch.Generator, batch: int, length: int, pairs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return sequences of this vocabulary with key-value pairs in them, and queries at the end."""
-    return recall_task.recall_batch(generator, VOCABULARY, batch, length, pairs)
+    return tasks.recall_batch(generator, VOCABULARY, batch, length, pairs)
 
 
 def repeat_batch(
     generator: torch.Generator, batch: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random tokens of this vocabulary with a repeated segment of S // 3."""
-    return recall_task.repeat_batch(generator, VOCABULARY, batch, length)
+    return tasks.repeat_batch(generator, VOCABULARY, batch, length)
 
 
 def correct_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

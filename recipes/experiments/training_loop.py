@@ -32,11 +32,14 @@ from rope_patch.training import checkpoints
 from rope_patch.training.curriculum import run_stages
 from rope_patch.training.memory import plan
 from rope_patch.training.model_setup import prepare_model
-from rope_patch.training.needle_callback import needles_of
-from rope_patch.training.parameter_groups import decayed_names
-from rope_patch.training.precision import mixed_precision
+from rope_patch.training.monitor import needles_of
+from rope_patch.training.optimizer import (
+    decayed_names,
+    keep_settings,
+    make_scheduler,
+    mixed_precision,
+)
 from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
-from rope_patch.training.schedule import keep_settings, make_scheduler
 from rope_patch.training.settings import Settings, parse_settings
 from rope_patch.utils import atomic_files
 

@@ -8,9 +8,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.cli.interrupt import CRASHED, EXIT_CODE, REFUSED, interruptible
-from rope_patch.cli.verbosity import messages
-from rope_patch.utils.escaping import printable
+from rope_patch.cli.runtime import CRASHED, EXIT_CODE, REFUSED, interruptible, messages
+from rope_patch.utils.errors import printable
 
 if TYPE_CHECKING:
     from rope_patch.cli.commands import app as app

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.interrupt import VERDICT, terminable
 from rope_patch.cli.options import (
     MODEL,
     Dtype,
@@ -20,7 +19,13 @@ from rope_patch.cli.options import (
     parse_names,
     split_commas,
 )
-from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
+from rope_patch.cli.runtime import (
+    VERDICT,
+    command_line,
+    handle_interrupt,
+    requires_extra,
+    terminable,
+)
 
 # Options that only one of `bench`'s two forms takes.
 _MODEL_OPTIONS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]

@@ -26,16 +26,15 @@ from rope_patch.cli import (
     recipes,
     recommend,
     report,
+    runtime,
     search,
     serve,
     tasks,
-    verbosity,
     verify,
 )
-from rope_patch.cli.interrupt import CRASHED, EXIT_CODE
-from rope_patch.cli.option_groups import with_plugins
-from rope_patch.utils.errors import Refused
-from rope_patch.utils.escaping import printable
+from rope_patch.cli.options import with_plugins
+from rope_patch.cli.runtime import CRASHED, EXIT_CODE
+from rope_patch.utils.errors import Refused, printable
 
 logger = logging.getLogger("rope_patch")
 
@@ -50,10 +49,10 @@ _ALIASES = {
 }
 
 _VERBOSITY = {
-    "-v": verbosity.be_verbose,
-    "--verbose": verbosity.be_verbose,
-    "-q": verbosity.be_quiet,
-    "--quiet": verbosity.be_quiet,
+    "-v": runtime.be_verbose,
+    "--verbose": runtime.be_verbose,
+    "-q": runtime.be_quiet,
+    "--quiet": runtime.be_quiet,
 }
 
 
@@ -135,7 +134,7 @@ app = typer.Typer(
 
 def _print_version(on: bool) -> None:
     if on:
-        from rope_patch.utils.versions import own_version
+        from rope_patch.utils.installation import own_version
 
         print(f"rope-patch {own_version()}")
         raise typer.Exit
@@ -149,7 +148,7 @@ def rope_patch(
             "--verbose",
             "-v",
             help="Show messages for debugging, too; also after the command.",
-            callback=verbosity.be_verbose,
+            callback=runtime.be_verbose,
         ),
     ] = False,
     quiet: Annotated[
@@ -158,7 +157,7 @@ def rope_patch(
             "--quiet",
             "-q",
             help="Show results and errors only; also after the command.",
-            callback=verbosity.be_quiet,
+            callback=runtime.be_quiet,
         ),
     ] = False,
     version: Annotated[

@@ -9,15 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
-from rope_patch.cli.option_groups import (
+from rope_patch.cli.options import (
     Depths,
+    Factor,
+    Json,
+    Length,
     MeasuredLoadingOptions,
     MethodOptions,
+    Model,
     SampleOptions,
+    Seed,
     TextOptions,
     expand_groups,
+    parse_ints,
+    split_commas,
 )
-from rope_patch.cli.options import Factor, Json, Length, Model, Seed, parse_ints, split_commas
 from rope_patch.cli.runtime import command_line, requires_extra
 
 
@@ -88,7 +94,7 @@ def compare(
         **loading.arguments(),
     }
     with requires_extra("evaluation needs", "eval"):
-        from rope_patch.evaluation.comparison import DEFAULT_METHODS, comparison_request
+        from rope_patch.evaluation.profiles import DEFAULT_METHODS, comparison_request
     if method is None:
         chosen["methods"] = DEFAULT_METHODS
     request = comparison_request(

@@ -65,7 +65,7 @@ def diagnose(
     from rope_patch.diagnosing.subject import open_subject
     from rope_patch.extension import Extension
     from rope_patch.utils import atomic_files
-    from rope_patch.utils.plot_style import require_plot_suffix
+    from rope_patch.utils.figures import require_plot_suffix
 
     if picture is not None:
         require_plot_suffix(picture)

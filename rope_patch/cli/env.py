@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.interrupt import VERDICT
 from rope_patch.cli.options import MODEL, Json
+from rope_patch.cli.runtime import VERDICT
 
 # Without a MODEL, configs of these classes are proven: plain, with norms, with windows.
 _CONFIGS = ("LlamaConfig", "Qwen3Config", "Gemma3TextConfig")
@@ -73,9 +73,9 @@ def _facts() -> dict[str, str]:
     """Return versions and hardware by name."""
     import platform
 
-    from rope_patch.transformers_api.releases import NEWEST_TESTED, is_newer_than_tested
+    from rope_patch.transformers_api.models import NEWEST_TESTED, is_newer_than_tested
+    from rope_patch.utils.installation import own_version, version
     from rope_patch.utils.provenance import hardware
-    from rope_patch.utils.versions import own_version, version
 
     machine = hardware()
     facts = {
@@ -115,7 +115,7 @@ def _kernel_status() -> str:
 
 def _cache_summary() -> str:
     """Return the cache folder's path and size."""
-    from rope_patch.utils.cache_folder import cache_folder
+    from rope_patch.utils.installation import cache_folder
 
     folder = cache_folder()
     size = sum(path.stat().st_size for path in _files(folder))
@@ -128,7 +128,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _proof(model: str) -> Any:
     """Return the proof of a model's class, made from its config."""
-    from rope_patch.patching import prove
+    from rope_patch.entry_points import prove
     from rope_patch.pretrained.demo import resolve_model_path
     from rope_patch.pretrained.loading import empty_model, read_original_config
 
@@ -140,7 +140,7 @@ def _proof_of_config(name: str) -> Any:
     """Return the proof of the class that a class of configs belongs to."""
     import transformers
 
-    from rope_patch.patching import prove
+    from rope_patch.entry_points import prove
     from rope_patch.pretrained.loading import empty_model
 
     return prove(empty_model(name, getattr(transformers, name)()))

@@ -8,14 +8,20 @@ from typing import Annotated, Any
 import typer
 
 from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
-from rope_patch.cli.option_groups import (
+from rope_patch.cli.options import (
+    Factor,
+    Json,
+    Length,
     MeasuredLoadingOptions,
     MethodOptions,
+    Model,
     SampleOptions,
+    Seed,
     TextOptions,
     expand_groups,
+    parse_ints,
+    split_commas,
 )
-from rope_patch.cli.options import Factor, Json, Length, Model, Seed, parse_ints, split_commas
 from rope_patch.cli.runtime import command_line, requires_extra
 
 
@@ -130,6 +136,6 @@ def evaluate(
         run_and_report(request, as_json)
         return
     with requires_extra("evaluation needs", "eval"):
-        from rope_patch.evaluation import vllm_commands
+        from rope_patch.evaluation.report import vllm_commands
 
     print("\n\n".join(vllm_commands.engine_commands(engine, request)))

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_patch.cli.interrupt import VERDICT
 from rope_patch.cli.options import split_commas
-from rope_patch.cli.runtime import handle_interrupt, requires_extra, show
+from rope_patch.cli.runtime import VERDICT, handle_interrupt, requires_extra, show
 from rope_patch.methods import list_methods
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ def run_and_report(request: EvalRequest, as_json: bool) -> None:
     """Run an evaluation and print its report; exit with 1 if a part of it is missing."""
     with requires_extra("evaluation needs", "eval"):
         from rope_patch.evaluation.pipeline import evaluate
-        from rope_patch.evaluation.report.gaps import find_gaps
+        from rope_patch.evaluation.report.verdict import find_gaps
 
     with handle_interrupt():
         results = evaluate(request, None if as_json else show)

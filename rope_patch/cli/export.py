@@ -71,11 +71,10 @@ def export(
       rope-patch export ./my-model --engine llama.cpp --found out/search --write out/to-convert
     """
     from rope_patch import patch
+    from rope_patch.encodings.replacement.encoding import rotation_refusal
     from rope_patch.exporting import export, require_engine, write_folder
-    from rope_patch.patching.replacement.extension import rotation_refusal
     from rope_patch.pretrained import demo
-    from rope_patch.searching.result.artifacts import export_for
-    from rope_patch.searching.result.search_result import SearchResult
+    from rope_patch.searching.search_result import SearchResult, export_for
     from rope_patch.utils import atomic_files
 
     require_engine(engine)

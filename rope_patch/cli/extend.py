@@ -18,8 +18,13 @@ from rope_patch.cli.options import (
     TrainedLength,
     parse_options,
 )
-from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra, show
-from rope_patch.cli.verbosity import silence_patch_log
+from rope_patch.cli.runtime import (
+    command_line,
+    handle_interrupt,
+    requires_extra,
+    show,
+    silence_patch_log,
+)
 
 NOTHING_SHOWN = 3  # the exit code where no method is shown to help
 
@@ -102,7 +107,7 @@ def extend(
     silence_patch_log()
     with requires_extra("extending needs", "all"), handle_interrupt():
         from rope_patch.extending import extend
-        from rope_patch.extending.result import PUBLISHED
+        from rope_patch.extending.request import PUBLISHED
 
         result = extend(
             model,

@@ -74,7 +74,7 @@ def lab(
     from rope_patch.lab import settings as lab_settings
 
     with requires_extra("the lab's report needs", "eval"):
-        from rope_patch.lab.report.writer import write_report
+        from rope_patch.lab.report import write_report
     from rope_patch.lab.pipeline import run_lab
 
     text_steps, recall_steps = _steps(steps, quick)

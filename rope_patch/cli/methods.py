@@ -23,8 +23,7 @@ def methods(
       rope-patch methods yarn
     """
     from rope_patch.methods import list_methods, registered_methods
-    from rope_patch.methods.encoding_methods import ENCODING_METHODS, PAGE
-    from rope_patch.methods.registry import find_method, get_method
+    from rope_patch.methods.registry import ENCODING_METHODS, PAGE, find_method, get_method
 
     if name in ENCODING_METHODS and not find_method(name):
         _show_encoding_method(name, as_json)
@@ -66,7 +65,7 @@ def methods(
 
 def _show_encoding_method(name: str, as_json: bool) -> None:
     """Print a method for models that do not rotate."""
-    from rope_patch.methods.encoding_methods import ENCODING_METHODS, PAGE
+    from rope_patch.methods.registry import ENCODING_METHODS, PAGE
 
     extends, description = ENCODING_METHODS[name]
     if as_json:

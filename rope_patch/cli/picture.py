@@ -76,8 +76,7 @@ def picture(
         return
     from rope_patch.pictures.renderer import draw
     from rope_patch.utils import atomic_files
-    from rope_patch.utils.figure_file import write_figure
-    from rope_patch.utils.plot_style import require_plot_path
+    from rope_patch.utils.figures import require_plot_path, write_figure
 
     options = {
         "encoding": encoding,

@@ -8,10 +8,22 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.option_groups import LayerOptions, LoadingOptions, expand_groups
-from rope_patch.cli.options import Json, Model, Seed, StateFolder
-from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra, show
-from rope_patch.cli.verbosity import silence_patch_log
+from rope_patch.cli.options import (
+    Json,
+    LayerOptions,
+    LoadingOptions,
+    Model,
+    Seed,
+    StateFolder,
+    expand_groups,
+)
+from rope_patch.cli.runtime import (
+    command_line,
+    handle_interrupt,
+    requires_extra,
+    show,
+    silence_patch_log,
+)
 
 
 @expand_groups

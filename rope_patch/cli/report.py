@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rope_patch.cli.interrupt import VERDICT
 from rope_patch.cli.options import Json
-from rope_patch.cli.runtime import requires_extra, show
+from rope_patch.cli.runtime import VERDICT, requires_extra, show
 
 if TYPE_CHECKING:
     from rope_patch.evaluation.results_schema import RunRecord
@@ -53,7 +52,7 @@ def report(
     from rope_patch.utils import atomic_files
 
     with requires_extra("evaluation needs", "eval"):
-        from rope_patch.evaluation.report import gaps
+        from rope_patch.evaluation.report import verdict
         from rope_patch.evaluation.report import writer as reporting
     if (len(runs) > 1 or trained) and out is None:
         raise ValueError("a report of several runs needs a folder of its own: give --out FOLDER")
@@ -66,9 +65,9 @@ def report(
         "The saved results are as they were: REMEDY, or give another folder"
     ):
         page = reporting.write_report(results[0] if len(results) == 1 else results, folder, shown)
-    missing = [gap for result in results for gap in gaps.find_gaps(result)]
+    missing = [gap for result in results for gap in verdict.find_gaps(result)]
     if missing:
-        logger.error(gaps.gap_sentence(missing))
+        logger.error(verdict.gap_sentence(missing))
     if as_json:
         print((folder / "report.json").read_text(encoding="utf-8"))
     else:
@@ -84,7 +83,7 @@ def _with_trained(results: list[RunRecord], trained: list[str]) -> RunRecord:
         results: Runs of one model.
         trained: `[LABEL=]FOLDER` of each run to add.
     """
-    from rope_patch.evaluation.merging import add_other_weights, merge_runs
+    from rope_patch.evaluation.report.merging import add_other_weights, merge_runs
 
     merged = merge_runs(results)
     if len(merged) != 1:

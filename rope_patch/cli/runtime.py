@@ -1,16 +1,21 @@
-"""Runtime helpers of commands: missing packages, Ctrl-C, the command line as typed."""
+"""Runtime of commands: missing packages, Ctrl-C and exit codes, messages on stderr."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import shlex
+import signal
 import sys
+import threading
+import warnings
 from collections.abc import Iterator
+from types import FrameType
 
 import typer
 
-from rope_patch.cli.interrupt import EXIT_CODE
-from rope_patch.utils.escaping import printable
+from rope_patch.utils.errors import printable
 
 
 @contextlib.contextmanager
@@ -50,3 +55,129 @@ def show(text: object) -> None:
 def command_line() -> str:
     """Return the command as typed, to record in results."""
     return shlex.join(["rope-patch", *sys.argv[1:]])
+
+
+EXIT_CODE = 130  # what shells expect of a command that SIGINT ended
+# docs/exit-codes.md has all of them. A command that has a verdict refuses with 2.
+VERDICT, REFUSED, CRASHED = 1, 1, 2
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Handle SIGINT while a command runs.
+
+    SIGINT raises KeyboardInterrupt as usual, except during an import. Python swallows exceptions
+    that are raised in callbacks of its import locks, and libraries turn them into ImportErrors or
+    crash. So during an import the process ends at once, as imports leave nothing half done.
+
+    Does nothing in other threads than the main one, or where SIGINT is ignored or handled already.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Handle SIGTERM, which `timeout` sends, as `interruptible` handles SIGINT.
+
+    Does nothing in other threads than the main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    if _is_importing(frame):
+        os.write(2, b"stopped\n")  # print is not safe here: stderr may be in the midst of a line
+        os._exit(EXIT_CODE)
+    raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Return whether the frame, or one that called it, is Python's import machinery."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+logger = logging.getLogger("rope_patch")
+
+# Variables that the libraries read when they are imported.
+_HIDE_BARS = {
+    "TQDM_DISABLE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
+_ERRORS_ONLY = {"TRANSFORMERS_VERBOSITY": "error"}
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Messages without characters that control a terminal: names in them are of others."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message of a record."""
+        return printable(super().format(record))
+
+
+@contextlib.contextmanager
+def messages() -> Iterator[None]:
+    """Send messages to stderr; hide the libraries' own progress bars where it is no terminal."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_PrintableFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    root = logging.getLogger()
+    levels = root.level, logger.level
+    variables = {name: os.environ.get(name) for name in _HIDE_BARS | _ERRORS_ONLY}
+    logger.setLevel(logging.INFO)
+    if not sys.stderr.isatty():
+        _set(_HIDE_BARS)
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:  # for callers of `main` within their own process
+        root.setLevel(levels[0])
+        logger.setLevel(levels[1])
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+
+def be_verbose(on: bool = True) -> None:
+    """Show messages for debugging as well."""
+    if on:
+        logger.setLevel(logging.DEBUG)
+
+
+def be_quiet(on: bool = True) -> None:
+    """Show neither messages nor progress; errors still end a command with one line."""
+    if on:
+        logging.getLogger().setLevel(logging.ERROR)
+        logger.setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
+        _set(_HIDE_BARS | _ERRORS_ONLY)
+
+
+def silence_patch_log() -> None:
+    """Hide the log of each patch, for commands that patch hundreds of candidates."""
+    if logger.level == logging.INFO:
+        logger.setLevel(logging.WARNING)
+
+
+def _set(variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)

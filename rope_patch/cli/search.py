@@ -8,10 +8,25 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.option_groups import LayerOptions, LoadingOptions, expand_groups
-from rope_patch.cli.options import Factor, Json, Length, Model, Seed, StateFolder, parse_options
-from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra, show
-from rope_patch.cli.verbosity import silence_patch_log
+from rope_patch.cli.options import (
+    Factor,
+    Json,
+    LayerOptions,
+    Length,
+    LoadingOptions,
+    Model,
+    Seed,
+    StateFolder,
+    expand_groups,
+    parse_options,
+)
+from rope_patch.cli.runtime import (
+    command_line,
+    handle_interrupt,
+    requires_extra,
+    show,
+    silence_patch_log,
+)
 
 
 @expand_groups
@@ -104,7 +119,7 @@ def search(
       rope-patch search ./my-model --length 32768 --strategy yarn-rcd --evaluations 12
       rope-patch search ./my-model --factor 4 --text book.txt --fitness both --out out/book
     """
-    from rope_patch.utils.plot_style import require_plot_path
+    from rope_patch.utils.figures import require_plot_path
 
     if picture is not None:
         require_plot_path(picture)
@@ -113,7 +128,7 @@ def search(
     silence_patch_log()
     with requires_extra("searching needs", "search"), handle_interrupt():
         from rope_patch.searching import search
-        from rope_patch.searching.measure.sample_sets import DEFAULT_COUNT
+        from rope_patch.searching.sample_sets import DEFAULT_COUNT
 
         result = search(
             model,

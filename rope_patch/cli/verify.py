@@ -7,8 +7,17 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.option_groups import LayerOptions, LoadingOptions, expand_groups
-from rope_patch.cli.options import Factor, Json, Length, Option, Seed, parse_options
+from rope_patch.cli.options import (
+    Factor,
+    Json,
+    LayerOptions,
+    Length,
+    LoadingOptions,
+    Option,
+    Seed,
+    expand_groups,
+    parse_options,
+)
 from rope_patch.cli.runtime import show
 
 

@@ -1,12 +1,16 @@
 """Diagnosis of a model's rotation: config against reality, reachable length, recommendation."""
 
-from rope_patch.diagnosing.advice import Advice, Reason
+from rope_patch.diagnosing.advice import Advice, Pair, PairTable, Reason
 from rope_patch.diagnosing.diagnosis import Diagnosis
-from rope_patch.diagnosing.finding import Finding
-from rope_patch.diagnosing.pairs import Pair, PairTable
+from rope_patch.diagnosing.facts import Finding
 from rope_patch.diagnosing.pipeline import diagnose
 from rope_patch.utils.front import front
 
 __all__ = ["Advice", "Diagnosis", "Finding", "Pair", "PairTable", "Reason", "diagnose"]
 
-front(__name__, {"base_bounds": "base_bound critical_base failing_distance"})
+front(
+    __name__,
+    {
+        "advice": "base_bound critical_base failing_distance",
+    },
+)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import re
 import shlex
 from dataclasses import dataclass, replace
 
-from rope_patch.diagnosing.finding import Finding
-from rope_patch.diagnosing.layer_facts import Facts
-from rope_patch.diagnosing.pairs import PairTable
+import torch
+
+from rope_patch.diagnosing.facts import Facts, Finding
+from rope_patch.entry_points import check
 from rope_patch.extension import Extension
-from rope_patch.patching import check
+from rope_patch.geometry import Geometry
+from rope_patch.methods import Frequencies
+from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.patching.architecture.attention_source import inspect_forward, undecorated_forward
 from rope_patch.utils.errors import Refused
 
@@ -288,3 +293,218 @@ def _compare_command(facts: Facts, methods: str, request: Extension) -> str:
     name, trained = shlex.quote(facts.subject.display_name), request.trained_length
     rest = f" --trained-length {trained}" if trained else ""
     return f"rope-patch compare {name} --method {methods} --length {facts.target_length}{rest}"
+
+
+MAX_LENGTH = 2**20  # tokens; takes seconds
+
+_BASE_RATIO = 1.003  # between tested bases; only such steps reproduce the paper's values
+_MAX_BASE = 1e12
+_BLOCK = 512  # distances per block of the matrix product
+_AT_ONCE = 16  # bases tested together
+# A base 1% above a failing one is tested at that one's distance, and up to 1% beyond it.
+_SLOPES = torch.linspace(0, 1, 9, dtype=torch.float64, device="cpu")
+
+
+def failing_distance(inv_freq: torch.Tensor, length: int, near: int = 0) -> int | None:
+    """Return a distance at which a similar key is expected to score below a random one.
+
+    There sum_i cos(m f_i) < 0 (Men et al. 2024, arXiv:2405.14591, theorem 1: queries and
+    keys with independent, equally distributed components).
+
+    Args:
+        inv_freq: Radians per token of each pair, `[R / 2]`.
+        length: The largest distance m, in tokens.
+        near: Distance to test first.
+
+    Returns:
+        The distance; None if there is none up to the length.
+    """
+    f = inv_freq.double().cpu()
+    if near:
+        around = 16 + near // 250
+        m = torch.arange(max(0, near - around), min(length, near + around) + 1, device="cpu")
+        sums = torch.outer(m.double(), f).cos().sum(-1)
+        if float(sums.min()) < -1e-9:
+            return int(m[sums.argmin()])
+    # cos((c + r) f) = cos(c f) cos(r f) - sin(c f) sin(r f): all distances in one matrix product.
+    r = torch.outer(f, torch.arange(_BLOCK, dtype=torch.float64, device="cpu"))
+    right = torch.cat([r.cos(), -r.sin()])
+    first, count = 0, 1
+    while first <= length:
+        last = min(first + count * _BLOCK, (length // _BLOCK + 1) * _BLOCK)
+        c = torch.outer(torch.arange(first, last, _BLOCK, dtype=torch.float64, device="cpu"), f)
+        sums = (torch.cat([c.cos(), c.sin()], dim=1) @ right).flatten()[: length + 1 - first]
+        if float(sums.min()) < -1e-9:
+            return first + int(sums.argmin())
+        first, count = last, min(4 * count, 512)  # short distances mostly decide
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def base_bound(rotary_dim: int, length: int) -> float | None:
+    """Return the smallest base whose attention separates similar from random tokens at a length.
+
+    "Base of RoPE bounds context length" (Men et al. 2024, arXiv:2405.14591): below it a
+    model trained to the length may have a fine perplexity and not retrieve. Bases 0.3% apart are
+    tested from small to large. Some bases just above the first success fail again, so this is a
+    bound, not a recommendation.
+
+    Args:
+        rotary_dim: Rotated dimensions of a head.
+        length: Length in tokens.
+
+    Returns:
+        The base; None if no base up to 1e12 works (one or two pairs never do), or the length is
+        above `MAX_LENGTH`.
+    """
+    if length > MAX_LENGTH:
+        return None
+    exponent = -torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
+    bases = [2.0]
+    while (base := bases[-1] * _BASE_RATIO) < _MAX_BASE:
+        bases.append(base)
+    first, near = 0, 0
+    while first < len(bases):
+        distance = failing_distance(bases[first] ** exponent, length, near)
+        if distance is None:
+            return bases[first]
+        first, near = first + 1, distance
+        # The next bases mostly fail nearby. A negative sum at any distance is proof, so that many
+        # bases are tested at once at few distances; only one without is tested at all of them.
+        while near and first < len(bases):
+            some = torch.tensor(bases[first : first + _AT_ONCE], dtype=torch.float64, device="cpu")
+            stretches = torch.outer(some / bases[first - 1] - 1, _SLOPES) + 1
+            m = (near * stretches).round().clamp(max=length)
+            sums = (m[..., None] * some[:, None, None] ** exponent).cos().sum(-1)
+            lowest, at = sums.min(dim=1)
+            passed = int((lowest < -1e-9).long().cumprod(0).sum())
+            if passed:
+                first, near = first + passed, int(m[passed - 1, at[passed - 1]])
+            if passed < _AT_ONCE:
+                break
+    return None
+
+
+def critical_base(theta: float, trained_length: int, length: int) -> float | None:
+    """Return the base at which the critical pair rotates over the target length as over training's.
+
+    Liu et al. 2023, arXiv:2310.05209, theorem 2: theta^(ln(length / 2 pi) / ln(trained / 2 pi)).
+
+    Args:
+        theta: The model's base.
+        trained_length: Trained length in tokens.
+        length: Target length in tokens.
+
+    Returns:
+        The base; None if no pair completes a rotation within the trained length.
+    """
+    trained = trained_length / (2 * math.pi)
+    if trained <= 1:
+        return None
+    return theta ** (math.log(max(length, trained_length) / (2 * math.pi)) / math.log(trained))
+
+
+# Rotations computed in float32 and in float64 differ by up to some units in float32's last place.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two dimensions that rotate together.
+
+    Attributes:
+        pair: Index, from the fastest.
+        wavelength: Tokens per rotation before an extension; infinite if the pair does not rotate.
+        turns: Rotations within the trained length, before.
+        stretch: Wavelength under the method / before; infinite if it no longer rotates.
+        turns_at_length: Rotations within the target length under the method.
+    """
+
+    pair: int
+    wavelength: float
+    turns: float
+    stretch: float
+    turns_at_length: float
+
+    @property
+    def extrapolates(self) -> bool:
+        """Whether the target length takes the pair beyond its angles in training."""
+        return self.turns < 1 and self.turns_at_length > self.turns * (1 + _ROUNDING)
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """The pairs of one layer type.
+
+    Attributes:
+        geometry: The geometry before the extension.
+        rope_type: The config's own scaling.
+        own_yarn: A phrase on the config's own YaRN and whether it was trained in; None if it has
+            none.
+        critical_dimension: The first pair without a full rotation in training; the number of pairs
+            if there is none.
+        attention_factor: The method's multiplier of cos and sin.
+        yarn_attention_factor: YaRN's attention factor for the target length.
+        base_bound: The smallest base for the target length (`base_bounds.base_bound`); None if
+            there is none or the length is too large to search.
+        critical_base: The base that keeps the critical pair within its trained angles at the target
+            length (`base_bounds.critical_base`); None if the trained length is too short, or the
+            geometry is already scaled.
+        pairs: Every rotated pair.
+    """
+
+    geometry: Geometry
+    rope_type: str
+    own_yarn: str | None
+    critical_dimension: int
+    attention_factor: float
+    yarn_attention_factor: float
+    base_bound: float | None
+    critical_base: float | None
+    pairs: tuple[Pair, ...]
+
+
+def build_pair_table(
+    geometry: Geometry,
+    after: Frequencies,
+    length: int,
+    rope_type: str,
+    own_yarn: str | None = None,
+    *,
+    largest_distance: int | None = None,
+) -> PairTable:
+    """Return the table of pairs before and after an extension.
+
+    Args:
+        geometry: The geometry before.
+        after: The frequencies at the target length.
+        length: The target length in tokens.
+        rope_type: The config's own scaling.
+        own_yarn: See `PairTable`.
+        largest_distance: The largest distance at which tokens are compared, if not the length.
+    """
+    distance = length if largest_distance is None else largest_distance
+    trained = geometry.trained_length
+    pairs = tuple(
+        Pair(
+            pair=i,
+            wavelength=2 * math.pi / before if before else math.inf,
+            turns=trained * before / (2 * math.pi),
+            stretch=before / now if now else (math.inf if before else 1.0),
+            turns_at_length=distance * now / (2 * math.pi),
+        )
+        for i, (before, now) in enumerate(
+            zip(geometry.inv_freq().tolist(), after.inv_freq.tolist(), strict=True)
+        )
+    )
+    return PairTable(
+        geometry=geometry,
+        rope_type=rope_type,
+        own_yarn=own_yarn,
+        critical_dimension=next((p.pair for p in pairs if p.turns < 1), len(pairs)),
+        attention_factor=after.attention_factor,
+        yarn_attention_factor=yarn_mscale(max(1.0, length / trained)),
+        base_bound=base_bound(geometry.rotary_dim, length),
+        critical_base=None if geometry.base else critical_base(geometry.theta, trained, length),
+        pairs=pairs,
+    )

@@ -7,19 +7,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rope_patch.diagnosing.subject import Subject
+from rope_patch.encodings.replacement.encoding import find_encoding, rotation_refusal
+from rope_patch.encodings.sites.handle import current_encoding
+from rope_patch.encodings.sites.plan import find_sites
+from rope_patch.encodings.sites.probe import UnknownEncoding, transformers_model
+from rope_patch.entry_points import check_encoding
 from rope_patch.extension import Extension
-from rope_patch.patching import check_encoding
-from rope_patch.patching.encodings.handle import current_encoding
-from rope_patch.patching.encodings.plan import find_sites
-from rope_patch.patching.encodings.probe import UnknownEncoding, transformers_model
-from rope_patch.patching.replacement.encoding import find_encoding
-from rope_patch.patching.replacement.extension import rotation_refusal
 from rope_patch.pretrained.encoding_checkpoint import is_encoding_sidecar
-from rope_patch.utils.errors import Refused
-from rope_patch.utils.notebook import text_html
+from rope_patch.utils.errors import Refused, text_html
 
 if TYPE_CHECKING:
-    from rope_patch.patching.encodings.site import Site
+    from rope_patch.encodings.sites.site import Site
 
 _KINDS = {
     "learned": "a learned table",

@@ -7,18 +7,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rope_patch.diagnosing.advice import advise
-from rope_patch.diagnosing.checks.adapter import adapter_findings
-from rope_patch.diagnosing.checks.config_json import config_json_findings
-from rope_patch.diagnosing.checks.config_scaling import scaling_findings
-from rope_patch.diagnosing.checks.extensibility import extensibility_findings
-from rope_patch.diagnosing.checks.live_model import live_findings
-from rope_patch.diagnosing.checks.outside_method import outside_method_findings
+from rope_patch.diagnosing.advice import PairTable, advise, build_pair_table
+from rope_patch.diagnosing.config_checks import config_json_findings, scaling_findings
 from rope_patch.diagnosing.diagnosis import Diagnosis
 from rope_patch.diagnosing.encoding_diagnosis import EncodingDiagnosis, diagnose_encoding
-from rope_patch.diagnosing.finding import SEVERITIES, Finding
-from rope_patch.diagnosing.layer_facts import Facts, LayerFacts, promised_length, read_layer_facts
-from rope_patch.diagnosing.pairs import PairTable, build_pair_table
+from rope_patch.diagnosing.extensibility import extensibility_findings
+from rope_patch.diagnosing.facts import (
+    SEVERITIES,
+    Facts,
+    Finding,
+    LayerFacts,
+    promised_length,
+    read_layer_facts,
+)
+from rope_patch.diagnosing.live_checks import (
+    adapter_findings,
+    live_findings,
+    outside_method_findings,
+)
 from rope_patch.diagnosing.subject import Subject, open_subject
 from rope_patch.extension import Extension
 from rope_patch.geometry import Geometry
@@ -27,8 +33,11 @@ from rope_patch.methods.base import require_tokens
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.methods.registry import get_method
 from rope_patch.original_config import original_config
-from rope_patch.patching.continued_yarn import inherit_constants, require_no_shrink
-from rope_patch.patching.geometry_selection import base_geometries
+from rope_patch.patching.geometry_selection import (
+    base_geometries,
+    inherit_constants,
+    require_no_shrink,
+)
 from rope_patch.patching.method_wrappers import ContinuedScaling, describe_yarn
 from rope_patch.rope_config import by_layer_type
 

@@ -1,15 +1,28 @@
-"""Positional encodings other than rotation, as pure functions in float64."""
+"""Positional encodings other than rotation: their formulas, and what changes a model by them.
+
+`tables` and `biases` are pure functions in float64. `sites` finds where a model keeps positions,
+and extends it; `patch` comes here with what does not rotate. `replacement` gives an untrained
+decoder another encoding (`encode`). Open `sites/plan.py` first.
+"""
 
 from rope_patch.utils.front import front
 
 front(
     __name__,
     {
-        "alibi": "alibi_bias alibi_slopes linear_slopes ntk_slopes",
-        "counted": "digit_count digit_table integer_table normalised_table",
-        "decay": "fire_progress kerple_log kerple_power sandwich xpos_factors",
-        "learned": "stretch_table",
-        "sinusoidal": "dot_products shift_matrix sinusoidal_table",
-        "t5_buckets": "squeeze_tail t5_bucket",
+        "biases": (
+            "alibi_bias alibi_slopes fire_progress kerple_log kerple_power "
+            "linear_slopes ntk_slopes sandwich squeeze_tail t5_bucket xpos_factors"
+        ),
+        "replacement.encoding": "list_encodings Span",
+        "replacement.entry_point": "encode",
+        "replacement.hooks": "AttentionHook biased_mask SharedTensors Slots",
+        "sites.buckets": "BucketsSite",
+        "sites.slopes": "SlopesSite",
+        "sites.table": "LearnedTableSite SinusoidalTableSite",
+        "tables": (
+            "digit_count digit_table dot_products integer_table normalised_table "
+            "shift_matrix sinusoidal_table stretch_table"
+        ),
     },
 )

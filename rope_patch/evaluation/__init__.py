@@ -5,44 +5,41 @@ from rope_patch.utils.front import front
 front(
     __name__,
     {
-        "comparison": "comparison_request",
-        "decision_plan": "ANSWER_DEVIATION DEPTH_ANSWER_DEVIATION TEXT_DEVIATION has_equal_depths "
-        "plan_sentences text_deviation",
-        "encoding_facts": "RowsGuard model_lengths",
+        "answers": "Question",
+        "decision_plan": (
+            "ANSWER_DEVIATION DEPTH_ANSWER_DEVIATION has_equal_depths "
+            "plan_sentences TEXT_DEVIATION text_deviation"
+        ),
+        "encoding_facts": "model_lengths RowsGuard",
         "language_model": "LongContextLM",
-        "measures.external_results": "ExternalResults",
-        "measures.external_tasks": "ExternalTask",
-        "measures.longppl": "default_short_context find_key_tokens longppl losses_at",
-        "measures.perplexity": "block_losses document_losses token_losses",
-        "measures.sliding_window": "window_ends window_losses",
-        "measures.speed": "SpeedRequest bench_methods",
-        "measures.task_index": "TaskIndex",
-        "measures.timed_method": "TimedMethod compare_times count_recompilations "
-        "decode_start_length make_timed_method measure_memory timing_row",
-        "merging": "add_other_weights merge_runs",
+        "measures.external_tasks": "ExternalResults ExternalTask TaskIndex",
+        "measures.perplexity": (
+            "block_losses default_short_context document_losses find_key_tokens "
+            "longppl losses_at token_losses window_ends window_losses"
+        ),
+        "measures.speed": (
+            "bench_methods compare_times count_recompilations decode_start_length "
+            "make_timed_method measure_memory SpeedRequest TimedMethod timing_row"
+        ),
         "pipeline": "evaluate",
-        "profiles": "PROFILES choose_profile default_lengths fit_tasks",
-        "question": "Question",
-        "report.cost_tables": "cost_table short_table",
-        "report.figures": "draw_figures",
-        "report.format": "change_range change_text nats_range percent_range perplexity_range",
-        "report.gaps": "find_gaps gap_sentence",
-        "report.headline": "headline",
-        "report.heatmap": "depth_maps draw_heat_maps",
-        "report.panels": "log_ticks",
-        "report.ranking": "Ranking",
+        "profiles": "choose_profile comparison_request default_lengths fit_tasks PROFILES",
+        "report.figures": "depth_maps draw_figures draw_heat_maps log_ticks",
+        "report.merging": "add_other_weights merge_runs",
         "report.results.run_statistics": "RunStatistics",
-        "report.retrieval_tables": "accuracy_tables can_tell heat_maps retention_table",
-        "report.summary": "summary_sentences summary_warnings",
-        "report.summary_table": "summary_table",
-        "report.table": "Cell Row Table ratio_column",
-        "report.terminal": "fitted_table",
-        "report.verdict": "is_shown_to_help",
+        "report.summary": "fitted_table summary_sentences summary_table summary_warnings",
+        "report.table": (
+            "Cell change_range change_text nats_range percent_range "
+            "perplexity_range ratio_column Row Table"
+        ),
+        "report.tables": (
+            "accuracy_tables can_tell cost_table heat_maps retention_table short_table"
+        ),
+        "report.verdict": "find_gaps gap_sentence headline is_shown_to_help Ranking",
+        "report.vllm_commands": "config_overrides engine_commands",
         "report.writer": "write_report",
         "request": "EvalRequest",
         "results_schema": "RunRecord RunsRecord",
-        "sanity": "cautions",
+        "retrieval_run": "cautions",
         "session": "find_other_config rotation_identity",
-        "vllm_commands": "config_overrides engine_commands",
     },
 )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from rope_patch.encodings.replacement.encoding import rotation_refusal
+from rope_patch.encodings.sites.handle import EncodingPatch
+from rope_patch.encodings.sites.plan import EncodingPlan, find_sites
+from rope_patch.encodings.sites.probe import UnknownEncoding
+from rope_patch.encodings.sites.site import Site
+from rope_patch.encodings.sites.table import TableSite
 from rope_patch.geometry import Geometry
 from rope_patch.original_config import original_config
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
-from rope_patch.patching.encodings.handle import EncodingPatch
-from rope_patch.patching.encodings.plan import EncodingPlan, find_sites
-from rope_patch.patching.encodings.probe import UnknownEncoding
-from rope_patch.patching.encodings.site import Site
-from rope_patch.patching.encodings.table import TableSite
-from rope_patch.patching.replacement.extension import rotation_refusal
 from rope_patch.patching.stamp import innermost_decoders
-from rope_patch.pretrained.loading import empty_model
-from rope_patch.pretrained.model_class import auto_class
+from rope_patch.pretrained.loading import auto_class, empty_model
 from rope_patch.rope_config import read_geometries
 from rope_patch.transformers_api.forwards import ForwardCall
 from rope_patch.utils.errors import Refused

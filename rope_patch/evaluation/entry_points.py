@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.utils.errors import Refused, did_you_mean
-from rope_patch.utils.notebook import text_html
+from rope_patch.utils.errors import Refused, did_you_mean, text_html
 
 if TYPE_CHECKING:
     from rope_patch.evaluation.request import EvalRequest
@@ -36,9 +35,8 @@ class Evaluation:
     @property
     def verdict(self) -> str:
         """Return the sentence at the top of the report."""
-        from rope_patch.evaluation.report.headline import headline
-        from rope_patch.evaluation.report.ranking import Ranking
         from rope_patch.evaluation.report.results.run_statistics import RunStatistics
+        from rope_patch.evaluation.report.verdict import Ranking, headline
 
         stats = RunStatistics(self.results)
         return headline(stats, Ranking(stats))
@@ -122,7 +120,7 @@ def compare(
         TypeError: See `evaluate`.
         OSError: See `evaluate`.
     """
-    from rope_patch.evaluation.comparison import DEFAULT_METHODS, comparison_request
+    from rope_patch.evaluation.profiles import DEFAULT_METHODS, comparison_request
 
     methods = DEFAULT_METHODS if methods is None else methods
     request = comparison_request(profile=profile, **_fields(model, methods, out, options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TypedDict
 
-from rope_patch.evaluation.measures import longppl, perplexity, sliding_window
+from rope_patch.evaluation.measures import perplexity
 from rope_patch.evaluation.request import KEY_TOKENS, PERPLEXITY, SLIDING
 from rope_patch.evaluation.results_schema import ControlRecord, PerplexityRecord
 from rope_patch.evaluation.session import CachedComputation, Session
@@ -57,7 +57,7 @@ class PerplexityRun:
         self.window = perplexity.default_window(self.length) if window is None else window
         self.block = perplexity.block_size(self.window)
         self.control_context = session.trained_length if context is None else context
-        self.short_context = longppl.default_short_context(session.trained_length)
+        self.short_context = perplexity.default_short_context(session.trained_length)
         if PERPLEXITY in self.tasks and self.control_context <= self.window:
             raise ValueError(
                 f"the control's context must be longer than the window of {self.window} tokens "
@@ -88,7 +88,7 @@ class PerplexityRun:
             self.evaluator = "the plain model" if handle is None else str(handle.method)
             trained, context, pieces = self.session.trained_length, self.short_context, []
             for d in self.documents:
-                find = partial(longppl.find_key_tokens, self.session.model, d.tokens)
+                find = partial(perplexity.find_key_tokens, self.session.model, d.tokens)
                 what = {"key tokens": context, "document": d.sha256}
                 pieces.append(
                     CachedComputation(what, trained, partial(find, trained, context, d.head))
@@ -187,7 +187,7 @@ class PerplexityRun:
         reached = [position for position in at if position < len(tokens)]
         return {
             "blocks": perplexity.block_losses(losses, self.block),
-            "keys": longppl.losses_at(losses, reached),
+            "keys": perplexity.losses_at(losses, reached),
         }
 
     def _measure_sliding(self, label: str) -> None:
@@ -197,10 +197,10 @@ class PerplexityRun:
         for length in request.lengths:
             pieces = []
             for d in self.sliding_documents:
-                ends = sliding_window.window_ends(len(d.tokens), longest, stride, request.windows)
+                ends = perplexity.window_ends(len(d.tokens), longest, stride, request.windows)
                 what = {"sliding": [length, stride, ends], "document": d.sha256}
                 losses = partial(
-                    sliding_window.window_losses, self.session.model, d.tokens, length, stride
+                    perplexity.window_losses, self.session.model, d.tokens, length, stride
                 )
                 pieces.append(CachedComputation(what, length, partial(losses, ends, label, d.head)))
             window_losses = self.session.try_compute_cached(

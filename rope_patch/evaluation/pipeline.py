@@ -11,9 +11,9 @@ from typing import Any
 
 from rope_patch.evaluation.decision_plan import log_plan
 from rope_patch.evaluation.measures import external_tasks, lm_eval_tasks, speed
-from rope_patch.evaluation.measures.external_results import ExternalResults
+from rope_patch.evaluation.measures.external_tasks import ExternalResults
 from rope_patch.evaluation.perplexity_run import PerplexityRun
-from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
+from rope_patch.evaluation.report.verdict import find_gaps, gap_sentence
 from rope_patch.evaluation.request import BASELINE, SPEED, EvalRequest, check_request
 from rope_patch.evaluation.results_schema import (
     CostRecord,
@@ -21,8 +21,7 @@ from rope_patch.evaluation.results_schema import (
     RunMetadata,
     RunRecord,
 )
-from rope_patch.evaluation.retrieval_run import RetrievalRun
-from rope_patch.evaluation.sanity import cautions
+from rope_patch.evaluation.retrieval_run import RetrievalRun, cautions
 from rope_patch.evaluation.session import Session
 from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.pretrained import demo

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import tasks
+from rope_patch.entry_points import check, check_encoding
 from rope_patch.evaluation.encoding_facts import require_measurable
 from rope_patch.extension import Extension
 from rope_patch.methods import registered_methods
-from rope_patch.patching import check, check_encoding
 from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.loading import empty_model, require_dtype
 from rope_patch.pretrained.quantization import parse_quantization, require_unquantized
@@ -265,7 +265,7 @@ def _included_tasks(request: EvalRequest) -> set[str]:
     """Return the names of the tasks in users' folders; raise if one is a name of ours."""
     if not request.include_paths:
         return set()
-    from rope_patch.evaluation.measures.task_index import TaskIndex
+    from rope_patch.evaluation.measures.external_tasks import TaskIndex
 
     index = TaskIndex(request.include_paths)
     if clashes := sorted(index.own.keys() & set(_own_names())):

@@ -13,6 +13,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from rope_patch.encodings.active import current
+from rope_patch.encodings.sites.handle import EncodingPatch
+from rope_patch.entry_points import patch
 from rope_patch.evaluation.encoding_facts import (
     RowsGuard,
     encoding_identity,
@@ -25,9 +28,7 @@ from rope_patch.evaluation.results_schema import MethodRecord, TokenCounts
 from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.methods import Frequencies
 from rope_patch.methods.position_map import PositionMap
-from rope_patch.patching import Patch, patch
-from rope_patch.patching.active import current
-from rope_patch.patching.encodings.handle import EncodingPatch
+from rope_patch.patching import Patch
 from rope_patch.patching.method_wrappers import method_origin, unwrap
 from rope_patch.pretrained.device_map import placement
 from rope_patch.pretrained.loading import load, read_model

@@ -13,8 +13,7 @@ from rope_patch.exporting import axolotl
 from rope_patch.exporting.encoding import export_encoding
 from rope_patch.exporting.engines import ENGINES, TRAINERS, require_engine, run_exporter
 from rope_patch.exporting.folder import write_folder
-from rope_patch.exporting.result import Export
-from rope_patch.exporting.target import Target
+from rope_patch.exporting.target import Export, Target
 
 __all__ = ["ENGINES", "TRAINERS", "Export", "Target", "export", "require_engine", "write_folder"]
 

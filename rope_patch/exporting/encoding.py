@@ -7,14 +7,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_patch.exporting.result import Export
-from rope_patch.patching.encodings.buckets import MAX_DISTANCE, owns_buckets
-from rope_patch.patching.encodings.handle import EncodingPatch, current_encoding
-from rope_patch.patching.encodings.plan import find_sites
-from rope_patch.patching.encodings.probe import UnknownEncoding, transformers_model
-from rope_patch.patching.encodings.site import Site
-from rope_patch.patching.replacement.encoding import find_encoding
-from rope_patch.patching.replacement.extension import rotation_refusal
+from rope_patch.encodings.replacement.encoding import find_encoding, rotation_refusal
+from rope_patch.encodings.sites.buckets import MAX_DISTANCE, owns_buckets
+from rope_patch.encodings.sites.handle import EncodingPatch, current_encoding
+from rope_patch.encodings.sites.plan import find_sites
+from rope_patch.encodings.sites.probe import UnknownEncoding, transformers_model
+from rope_patch.encodings.sites.site import Site
+from rope_patch.exporting.target import Export
 from rope_patch.pretrained.loading import empty_model
 from rope_patch.utils.errors import Refused
 

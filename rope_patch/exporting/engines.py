@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rope_patch.exporting import axolotl, llama_cpp, llama_factory, mlx, sglang, transformers, vllm
-from rope_patch.exporting.result import Export
-from rope_patch.exporting.target import Target
+from rope_patch.exporting.target import Export, Target
 from rope_patch.utils.errors import Refused, did_you_mean
 from rope_patch.utils.plugins import PluginGroup
 

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rope_patch.exporting.result import Export
+from rope_patch.exporting.target import Export
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, parse_json
 

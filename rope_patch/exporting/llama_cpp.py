@@ -31,9 +31,7 @@ from rope_patch.exporting.engine_fields import (
     require_fields_are_read,
     what_engine_reads,
 )
-from rope_patch.exporting.result import Export
-from rope_patch.exporting.rotation import LayerRotation
-from rope_patch.exporting.target import Target
+from rope_patch.exporting.target import Export, LayerRotation, Target
 from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.rope_config import config_rope_type
 

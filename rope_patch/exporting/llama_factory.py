@@ -13,8 +13,7 @@ import shlex
 from typing import Any
 
 from rope_patch.exporting import transformers
-from rope_patch.exporting.result import Export
-from rope_patch.exporting.target import Target
+from rope_patch.exporting.target import Export, Target
 from rope_patch.extension import Extension
 
 NAME = "llama-factory"

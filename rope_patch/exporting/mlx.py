@@ -14,10 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rope_patch.exporting.longrope_length import original_length_for_factor
-from rope_patch.exporting.result import Export
-from rope_patch.exporting.rotation import LayerRotation
-from rope_patch.exporting.target import Target
+from rope_patch.exporting.target import Export, LayerRotation, Target, original_length_for_factor
 from rope_patch.methods.ntk_by_parts import yarn_mscale
 
 NAME = "mlx"

@@ -18,9 +18,7 @@ import json
 from typing import Any
 
 from rope_patch.exporting.engine_fields import require_fields_are_read
-from rope_patch.exporting.result import Export
-from rope_patch.exporting.rotation import LayerRotation
-from rope_patch.exporting.target import Target
+from rope_patch.exporting.target import Export, LayerRotation, Target
 from rope_patch.exporting.vllm import is_deepseek_yarn
 from rope_patch.methods.ntk_by_parts import yarn_mscale
 

@@ -1,33 +1,37 @@
-"""Target of an export: a patched model, a plan, or a config with a scaling of its own."""
+"""Target of an export (a patched model, a plan, a config), its rotations, and the result.
+
+Original length for engines that compute LongRoPE's attention factor from two lengths. The factor is
+sqrt(1 + ln(length / original) / ln(original)) (arXiv:2402.13753), which equals sqrt(ln(length) /
+ln(original)). So an original length exists for any factor of at least 1.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from yaml import safe_dump
 
-from rope_patch.exporting.rotation import LayerRotation
 from rope_patch.extension import Extension
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
+from rope_patch.methods.base import NO_ROTATION
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching import Patch, current
+from rope_patch.patching.architecture.mla_scale import SoftmaxScaled, find_mla_attentions
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.method_wrappers import describe_yarn, unwrap
-from rope_patch.patching.mla_scale import SoftmaxScaled, find_mla_attentions
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained.loading import empty_model
-from rope_patch.rope_config import (
-    LONGROPE_ONLY,
-    by_layer_type,
-    config_rope_type,
-    read_geometries,
-)
+from rope_patch.rope_config import LONGROPE_ONLY, by_layer_type, config_rope_type, read_geometries
 from rope_patch.utils.errors import Refused
 
 STATIC_ALTERNATIVE = (
@@ -395,3 +399,155 @@ def _whole_config(model: nn.Module, text_config: Any, original: Any) -> Any:
                 setattr(whole.get_text_config(decoder=True), name, value)
             return whole
     return original
+
+
+@dataclass(frozen=True)
+class Export:
+    """Fields and arguments that make an engine rotate as a patched model does; print it to read it.
+
+    Attributes:
+        engine: One of `rope_patch.exporting.ENGINES` or `TRAINERS`.
+        config: Fields of `config.json`, nested like the model's config, to write there or to pass
+            on the command line; empty if no field expresses the rotation.
+        arguments: Arguments to add to the engine's command line.
+        notes: Further instructions, one sentence each.
+        tensors: Tensors that a converter reads beside the weights, by name; `write_folder` writes
+            them.
+        needs_plugin: Whether the engine rotates so only with this package in its environment.
+        yaml: Keys of a trainer's YAML file.
+    """
+
+    engine: str
+    config: dict[str, Any] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tensors: dict[str, list[float]] = field(default_factory=dict)
+    needs_plugin: bool = False
+    yaml: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON; files of 0.1 have neither `needs_plugin` nor `yaml`."""
+        plain = asdict(self)
+        for name in ("needs_plugin", "yaml"):
+            if not plain[name]:
+                del plain[name]
+        return plain
+
+    def yaml_lines(self) -> str:
+        """Return `yaml` as lines of a YAML file."""
+        return safe_dump(self.yaml, sort_keys=False, width=10**6)
+
+    def __str__(self) -> str:
+        lines = [self.engine]
+        if self.arguments:
+            lines += ["  command line:", f"    {shlex.join(self.arguments)}"]
+        if self.config:
+            lines += ["  config.json:", f"    {json.dumps(self.config)}"]
+        if self.yaml:
+            lines += ["  YAML:", *(f"    {line}" for line in self.yaml_lines().splitlines())]
+        for name, numbers in self.tensors.items():
+            lines += ["  tensor:", f"    {name}: {len(numbers)} numbers, float32"]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+# Keys of `rope_parameters` that are independent of the scaling.
+_PRESERVED_KEYS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+_TEMPERATURE = "llama_4_scaling_beta"
+
+
+@dataclass(frozen=True)
+class LayerRotation:
+    """Rotation of one layer type.
+
+    Attributes:
+        parameters: `rope_parameters` of this layer type in transformers 5.
+        frequencies: The same as numbers, at the target length.
+        checkpoint_parameters: The checkpoint's own `rope_parameters`.
+        checkpoint_frequencies: The checkpoint's own rotation.
+        trained_length: Tokens at which an extension starts.
+    """
+
+    parameters: dict[str, Any]
+    frequencies: Frequencies
+    checkpoint_parameters: dict[str, Any]
+    checkpoint_frequencies: Frequencies
+    trained_length: int
+
+    @property
+    def scaling(self) -> str:
+        """Return the rope_type of transformers; "default" is none."""
+        return config_rope_type(self.parameters)
+
+    @property
+    def theta(self) -> float:
+        """Return the rope base that `parameters` names."""
+        return float(self.parameters["rope_theta"])
+
+    @property
+    def attention_factor(self) -> float:
+        """Return the multiplier of cos and sin."""
+        return self.frequencies.attention_factor
+
+    @property
+    def has_temperature(self) -> bool:
+        """Return whether queries grow beyond the checkpoint's original length (Ministral 3)."""
+        return _TEMPERATURE in self.checkpoint_parameters
+
+    @property
+    def stretch(self) -> list[float]:
+        """Return the ratio of each pair's wavelength to that of theta alone, `[R / 2]`."""
+        inv_freq = self.frequencies.inv_freq
+        pair = torch.arange(len(inv_freq), dtype=torch.float64)
+        stretch = self.theta ** (-pair / len(inv_freq)) / inv_freq
+        return stretch.clamp(max=NO_ROTATION).tolist()
+
+    def as_longrope(self, length: int) -> dict[str, Any]:
+        """Return `rope_parameters` of the same rotation as `longrope` with one set of stretches.
+
+        Args:
+            length: Tokens at the target.
+        """
+        preserved = {
+            key: self.checkpoint_parameters[key]
+            for key in _PRESERVED_KEYS
+            if key in self.checkpoint_parameters
+        }
+        if config_rope_type(self.checkpoint_parameters) == "proportional":
+            # For `proportional` it is the share of pairs that rotate.
+            preserved.pop("partial_rotary_factor", None)
+        if self.has_temperature:
+            names = (_TEMPERATURE, "original_max_position_embeddings")
+            preserved |= {key: self.checkpoint_parameters[key] for key in names}
+        return {
+            "rope_type": "longrope",
+            "factor": length / self.trained_length,
+            "long_factor": self.stretch,
+            "short_factor": self.stretch,
+            "attention_factor": self.attention_factor,
+            "rope_theta": self.theta,
+            "original_max_position_embeddings": self.trained_length,
+            **preserved,
+        }
+
+
+def original_length_for_factor(
+    target: Target, engine: str, length: int, attention_factor: float
+) -> float:
+    """Return the original length that yields an attention factor, usually no whole number.
+
+    Args:
+        target: The model, for the error.
+        engine: The engine, for the error.
+        length: `max_position_embeddings`, in tokens.
+        attention_factor: Multiplier of cos and sin to reach.
+
+    Raises:
+        ValueError: It is below 1, which no length yields.
+    """
+    if attention_factor < 1:
+        raise target.refuse(
+            engine,
+            f"an attention factor below 1 ({attention_factor:g}) cannot be said pair by pair "
+            "there; leave it out, or " + STATIC_ALTERNATIVE,
+        )
+    return length if attention_factor == 1 else length ** (1 / attention_factor**2)

@@ -17,10 +17,13 @@ from __future__ import annotations
 from typing import Any
 
 from rope_patch.exporting.engine_fields import require_fields_are_read
-from rope_patch.exporting.longrope_length import original_length_for_factor
-from rope_patch.exporting.result import Export
-from rope_patch.exporting.rotation import LayerRotation
-from rope_patch.exporting.target import STATIC_ALTERNATIVE, Target
+from rope_patch.exporting.target import (
+    STATIC_ALTERNATIVE,
+    Export,
+    LayerRotation,
+    Target,
+    original_length_for_factor,
+)
 from rope_patch.rope_config import config_rope_type
 
 NAME, NAME_V4 = "transformers", "transformers4"

@@ -19,9 +19,7 @@ from typing import Any
 
 from rope_patch.exporting import vllm_plugin
 from rope_patch.exporting.engine_fields import require_fields_are_read
-from rope_patch.exporting.result import Export
-from rope_patch.exporting.rotation import LayerRotation
-from rope_patch.exporting.target import Target
+from rope_patch.exporting.target import Export, LayerRotation, Target
 from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.rope_config import config_rope_type
 from rope_patch.utils.errors import Refused

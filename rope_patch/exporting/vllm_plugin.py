@@ -11,8 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from rope_patch.exporting.engine_fields import engine_version, what_engine_reads
-from rope_patch.exporting.result import Export
-from rope_patch.exporting.target import Target
+from rope_patch.exporting.target import Export, Target
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Method
 from rope_patch.patching.method_wrappers import ContinuedScaling, unwrap

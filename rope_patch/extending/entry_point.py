@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_patch.extending.request import ExtendRequest, parse_duration
-from rope_patch.extending.result import Extended
+from rope_patch.extending.request import Extended, ExtendRequest, parse_duration
 
 
 def extend(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from rope_patch.extending.candidates import Candidate
+from rope_patch.extending.proof import Candidate
 from rope_patch.extending.request import ExtendRequest
 from rope_patch.methods import build
 from rope_patch.tasks import texts

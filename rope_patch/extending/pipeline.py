@@ -19,13 +19,15 @@ from rope_patch.diagnosing import diagnose
 from rope_patch.diagnosing.encoding_diagnosis import EncodingDiagnosis
 from rope_patch.evaluation.encoding_facts import model_lengths
 from rope_patch.extending import fine_tuning, proof, publication
-from rope_patch.extending.candidates import Candidate, compared_candidates, trained_candidate
 from rope_patch.extending.progress_page import ProgressPage
+from rope_patch.extending.proof import Candidate, compared_candidates, trained_candidate
 from rope_patch.extending.request import (
+    NOT_SHOWN,
+    PUBLISHED,
+    Extended,
     ExtendRequest,
     parse_target,
 )
-from rope_patch.extending.result import NOT_SHOWN, PUBLISHED, Extended
 from rope_patch.extending.work_folder import WORK, WorkFolder
 from rope_patch.inference.samples import needles_refusal
 from rope_patch.patching.length_warning import silence_length_warnings

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from rope_patch.evaluation import pipeline
-from rope_patch.evaluation.merging import add_other_weights
 from rope_patch.evaluation.profiles import fit_tasks
-from rope_patch.evaluation.report.format import p_text
-from rope_patch.evaluation.report.ranking import Ranking
+from rope_patch.evaluation.report.merging import add_other_weights
 from rope_patch.evaluation.report.results.likelihood import SIGNIFICANCE_LEVEL
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
-from rope_patch.evaluation.report.summary_table import summary_table
-from rope_patch.evaluation.report.table import Table
-from rope_patch.evaluation.report.verdict import comparison_sentence, is_shown_to_help
+from rope_patch.evaluation.report.summary import summary_table
+from rope_patch.evaluation.report.table import Table, p_text
+from rope_patch.evaluation.report.verdict import Ranking, comparison_sentence, is_shown_to_help
 from rope_patch.evaluation.report.writer import write_report
 from rope_patch.evaluation.request import BASELINE, PERPLEXITY, SHORT, EvalRequest
 from rope_patch.evaluation.results_schema import RunRecord
-from rope_patch.extending.candidates import Candidate
 from rope_patch.extending.request import ExtendRequest
+from rope_patch.methods.position_map import PositionMap
+from rope_patch.methods.registry import get_method, registered_methods
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_tokenizer
 from rope_patch.runs.run_folder import LOCK
@@ -263,3 +262,68 @@ def read_results(report: Path) -> RunRecord:
     """Return the results of a report."""
     path = report / "report.json"
     return cast(RunRecord, checksums.verify_checksum(path.read_bytes(), str(path)))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method with its options, without the length.
+
+    Attributes:
+        method: The registered name.
+        options: The method's options.
+    """
+
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def compared_candidates(recommendation: dict[str, Any]) -> list[Candidate]:
+    """Return the methods to compare with the plain model, the preferred one first.
+
+    The recommended one, else the best at the length. If not all engines run it, the best of those
+    that all of them run is second, as what people would serve instead.
+
+    Args:
+        recommendation: As `Recommendation.to_dict` returns it.
+    """
+    measured = _measured_rows(recommendation)
+    first = next((row for row in measured if row["name"] == recommendation["method"]), None)
+    first = first or next(iter(measured), None)
+    if first is None:
+        return []
+    rows = [first]
+    if not first["everywhere"]:
+        rows += [row for row in measured if row["everywhere"]][:1]
+    by_method = {row["method"]: row for row in reversed(rows)}  # labels are by method
+    return [Candidate(row["method"], row["options"]) for row in reversed(by_method.values())]
+
+
+def trained_candidate(recommendation: dict[str, Any]) -> Candidate | None:
+    """Return the method to fine-tune: the best at the length of those with one set of frequencies.
+
+    Training needs one rotation for long rows, so position maps and what follows the length are left
+    out. The method's mixed form, which leaves short rows as they were, takes its place if it has
+    one and no options.
+
+    Args:
+        recommendation: As `Recommendation.to_dict` returns it.
+    """
+    for row in _measured_rows(recommendation):
+        method = get_method(row["method"])
+        if issubclass(method, PositionMap) or method.is_dynamic or row["leaves_short"]:
+            continue
+        mixed = f"mixed-{row['method']}"
+        if mixed in registered_methods() and not row["options"]:
+            return Candidate(mixed)
+        return Candidate(row["method"], row["options"])
+    return None
+
+
+def _measured_rows(recommendation: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of patched methods that were measured at the length, best first."""
+    rows = [
+        row
+        for row in recommendation["rows"]
+        if row["method"] is not None and row["long"] and row["long"]["nll"]
+    ]
+    return sorted(rows, key=lambda row: float(row["long"]["nll"][0]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import shutil
 import tempfile
@@ -9,17 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rope_patch.entry_points import patch
+from rope_patch.evaluation.report.table import Table
 from rope_patch.exporting import ENGINES, export
-from rope_patch.extending.candidates import Candidate
-from rope_patch.extending.card import render_card
+from rope_patch.extending.proof import Candidate
 from rope_patch.extending.request import ExtendRequest
-from rope_patch.patching import patch
+from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config, read_original_config
 from rope_patch.pretrained.patched_checkpoint import patch_checkpoint
 from rope_patch.pretrained.sidecar import extension_from_sidecar, read_sidecar
 from rope_patch.utils import atomic_files
-from rope_patch.utils.errors import Refused
-from rope_patch.utils.escaping import markdown_block, markdown_code, markdown_prose
+from rope_patch.utils.errors import (
+    Refused,
+    escape_markdown,
+    markdown_block,
+    markdown_code,
+    markdown_prose,
+)
+from rope_patch.utils.provenance import versions
 
 MODEL = "model"
 EXPORTS, REPORT = "exports", "report"
@@ -110,3 +119,90 @@ def _rotating_model(folder: Path) -> Any:
     model = empty_model(str(folder), config)
     patch(model, extension)
     return model
+
+
+def render_card(folder: Path, facts: dict[str, Any]) -> str:
+    """Return the card as Markdown, with the Hub's YAML header.
+
+    Args:
+        folder: The folder of the model, with its sidecar.
+        facts: `model`, `method` (its name in tables), `trained_length`, `length`, `sentences` of
+            the decision, `table` and `lines` of the evidence, `left_out`, `training` (what was
+            trained, or None), `samples` (questions at each length, and texts) and `command`.
+    """
+    model = facts["model"]
+    on_hub = model != "demo" and not Path(model).exists()
+    base = f"base_model: {json.dumps(model)}\n" if on_hub else ""
+    name = demo.NAME if model == "demo" else Path(model).name
+    training, sidecar = facts["training"], read_sidecar(folder)
+    method = sidecar["method"] if sidecar else facts["method"]
+    questions, count = facts["samples"]
+    parts = [
+        f"---\nlibrary_name: transformers\n{base}tags: {_tags(method)}\n---",
+        f"# {escape_markdown(name)}, {facts['trained_length']:,} → {facts['length']:,} tokens",
+        markdown_prose(facts["sentences"][0]) if facts["sentences"] else "",
+        "\n".join(
+            [
+                "| | |",
+                "|:--|:--|",
+                f"| method | {escape_markdown(facts['method'])} |",
+                f"| trained length before | {facts['trained_length']:,} tokens |",
+                f"| target length | {facts['length']:,} tokens |",
+                f"| weights | {_weights_text(training)} |",
+            ]
+        ),
+        "## Evidence",
+        f"{questions} questions about {count} texts at each length, the same for all methods; "
+        "others than those that the method was chosen by.",
+        markdown_table(facts["table"]) if facts["table"] is not None else "",
+        "\n".join(f"- {markdown_prose(each)}" for each in [*facts["sentences"], *facts["lines"]]),
+        "All numbers: [report/report.md](report/report.md). How the method was chosen: "
+        "[report/recommendation.md](report/recommendation.md).",
+        "## Not measured",
+        "\n".join(f"- {markdown_prose(each)}" for each in facts["left_out"]),
+        "## Use",
+        _loading_snippet(sidecar),
+        "Other engines: [exports/README.md](exports/README.md).",
+        f"Made by {markdown_code(facts['command'] or 'rope_patch.extend')} with rope_patch "
+        f"{versions()['rope_patch']}, transformers {versions()['transformers']}, torch "
+        f"{versions()['torch']}.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _tags(method: str) -> str:
+    """Return the tags of the header; a name that YAML could take for something else is quoted."""
+    name = method if re.fullmatch(r"[a-z][\w-]*", method) else json.dumps(method)
+    return f"[rope_patch, long-context, {name}]"
+
+
+def markdown_table(table: Table) -> str:
+    """Return a table of the report as Markdown."""
+    heads = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in table.columns]
+    lines = [
+        "| " + " | ".join(map(escape_markdown, [table.corner, *heads])) + " |",
+        "|:--" + "|--:" * len(heads) + "|",
+    ]
+    for row in table.rows:
+        cells = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row.cells]
+        lines.append("| " + " | ".join(map(escape_markdown, [row.name, *cells])) + " |")
+    return "\n".join(lines)
+
+
+def _weights_text(training: dict[str, Any] | None) -> str:
+    if training is None:
+        return "as they were: nothing was trained"
+    first, last = training["losses"]
+    data = ", ".join(map(escape_markdown, training["data"]))
+    return (
+        f"fine-tuned: {training['mode']}, {training['steps']:,} steps, {training['tokens']:,} "
+        f"tokens of {data}, learning rate {training['learning_rate']:g}, "
+        f"loss {first:.4f} to {last:.4f}"
+    )
+
+
+def _loading_snippet(sidecar: dict[str, Any] | None) -> str:
+    if sidecar is None or sidecar["native"]:
+        code = 'transformers.AutoModelForCausalLM.from_pretrained("...")'
+        return f"```python\nmodel = {code}  # rope_patch is not needed\n```"
+    return '```python\nmodel = rope_patch.load("...")  # transformers has no form of this\n```'

@@ -1,19 +1,19 @@
-"""The request of `extend`: the target, the budget, and everything else that results depend on."""
+"""The request of `extend`, with everything that results depend on, and its result."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from rope_patch.pretrained import demo
 from rope_patch.tasks import texts
-from rope_patch.training.data import sources
+from rope_patch.training.data import readers
 from rope_patch.utils.checksums import digest
-from rope_patch.utils.errors import Refused
+from rope_patch.utils.errors import Refused, text_html
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}  # seconds
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -142,11 +142,63 @@ def _checkpoint_digest(path: Path) -> str | None:
     hasher = hashlib.sha256()
     for file in sorted(each for each in path.iterdir() if each.is_file()):
         hasher.update(file.name.encode())
-        sources.digest_file(file, hasher)
+        readers.digest_file(file, hasher)
     return hasher.hexdigest()[:32]
 
 
 def _contents(request: ExtendRequest) -> dict[str, str]:
     """Return digests of what the request names to train on and to measure by."""
     texts_by_name = {name: digest(texts.read_text(name), 32) for name in request.texts}
-    return texts_by_name | {name: sources.fingerprint(name) for name in request.data}
+    return texts_by_name | {name: readers.fingerprint(name) for name in request.data}
+
+
+PUBLISHED, NOT_SHOWN = "published", "nothing is shown to help"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extended:
+    """What became of an extension; print it to read it.
+
+    Attributes:
+        outcome: "published", or "nothing is shown to help".
+        sentence: The outcome in a sentence or two, with its numbers.
+        model: The model as it was requested.
+        trained_length: Tokens of pretraining.
+        length: The target in tokens.
+        method: The published method, with its factor; None if nothing was published.
+        folder: The folder to publish; None if nothing was published.
+        report: The page of the evidence; None if it did not come to a comparison.
+        page: The page of the steps.
+        left_out: What was left out or not measured, and why.
+        seconds: Wall time of all steps, with runs that were killed.
+    """
+
+    outcome: str
+    sentence: str
+    model: str
+    trained_length: int
+    length: int
+    method: str | None
+    folder: Path | None
+    report: Path | None
+    page: Path
+    left_out: tuple[str, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON data."""
+        return {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(self).items()
+        }
+
+    def __str__(self) -> str:
+        lines = [self.sentence, *(f"- {each}" for each in self.left_out), ""]
+        if self.folder is not None:
+            lines.append(f"to publish: {self.folder}")
+        if self.report is not None:
+            lines.append(f"evidence:   {self.report}")
+        return "\n".join([*lines, f"steps:      {self.page}"])
+
+    def _repr_html_(self) -> str:
+        return text_html(str(self))

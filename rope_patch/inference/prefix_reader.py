@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from rope_patch.encodings.replacement.encoding import rotation_refusal
 from rope_patch.patching import current
-from rope_patch.patching.replacement.extension import rotation_refusal
 from rope_patch.transformers_api.caches import DynamicLayer, DynamicSlidingWindowLayer
 from rope_patch.transformers_api.forwards import cache_arguments
 

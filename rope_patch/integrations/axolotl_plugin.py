@@ -16,10 +16,10 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
+from rope_patch.encodings.active import current
+from rope_patch.entry_points import patch
 from rope_patch.extension import Extension
 from rope_patch.integrations.trainer_callback import RopePatchCallback
-from rope_patch.patching import patch
-from rope_patch.patching.active import current
 from rope_patch.utils.errors import Refused
 
 

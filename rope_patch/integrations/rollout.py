@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.patching.encodings.handle import EncodingPatch
+from rope_patch.encodings.sites.handle import EncodingPatch
 from rope_patch.patching.handle import Patch
-from rope_patch.pretrained.rotation_agreement import matches_sidecar
-from rope_patch.pretrained.sidecar import read_sidecar
+from rope_patch.pretrained.sidecar import matches_sidecar, read_sidecar
 from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")

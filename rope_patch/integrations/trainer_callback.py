@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from rope_patch.encodings.active import current
+from rope_patch.encodings.replacement.encoding import rotation_refusal
+from rope_patch.encodings.replacement.entry_point import current_encode
+from rope_patch.encodings.sites.handle import EncodingPatch
+from rope_patch.entry_points import check, patch
 from rope_patch.extension import Extension
 from rope_patch.integrations.rollout import require_same_rollouts, warn_about_reference
-from rope_patch.integrations.rotation_check import (
-    describe,
-    require_acting,
-    require_recorded_rotation,
-    require_requested,
-)
-from rope_patch.integrations.row_guard import install_row_guard, require_short_dataset
-from rope_patch.integrations.save_hook import copy_sidecar, install_save_hooks
-from rope_patch.patching import patch
-from rope_patch.patching.active import current
-from rope_patch.patching.encodings.handle import EncodingPatch
+from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.handle import Patch
-from rope_patch.patching.replacement.extension import rotation_refusal
-from rope_patch.patching.replacement.handle import current_encode
+from rope_patch.patching.length_warning import outgrown_length
+from rope_patch.patching.restoration import lost_patched_buffers
+from rope_patch.patching.stamp import innermost_decoders
+from rope_patch.pretrained.adapters import is_same_encoding
+from rope_patch.pretrained.encoding_checkpoint import is_encoding_sidecar
+from rope_patch.pretrained.saving import ADAPTER_CONFIG, record_adapters, record_patch
 from rope_patch.pretrained.sidecar import (
     SIDECAR,
+    describe_patch,
     extension_from_sidecar,
     make_sidecar,
+    mark_trained,
+    mark_trained_as,
+    matches_sidecar,
     read_sidecar,
+    rotate_alike,
 )
-from rope_patch.pretrained.trained_rotation import mark_trained, mark_trained_as
 from rope_patch.transformers_api.training import (
     ExportableState,
     TrainerCallback,
@@ -227,3 +233,269 @@ def _raise_tokenizer_length(tokenizer: Any, handle: Patch | EncodingPatch) -> No
     length = getattr(tokenizer, "model_max_length", None)
     if handle.length is not None and isinstance(length, int | float) and length < handle.length:
         tokenizer.model_max_length = handle.length
+
+
+def require_acting(model: nn.Module, handle: Patch) -> None:
+    """Raise unless a patch acts in all of a model: its modules, frequencies and config.
+
+    Args:
+        model: The model, in whatever wrappers.
+        handle: The patch in effect.
+
+    Raises:
+        ValueError: A rotary module is not the patched one, holds other frequencies, or the config
+            states another rotation; says what to do.
+    """
+    rotaries = find_rotaries(model)
+    replaced = [r for r in rotaries if vars(r.module).get("_rope_patch") is not handle]
+    if replaced:
+        raise Refused(
+            f"{len(replaced)} of {len(rotaries)} rotary modules were replaced after the model was "
+            f"patched with {handle}, and rotate as unpatched: patch the model after whatever "
+            "builds its modules, or name the method in RopePatchCallback"
+        )
+    lost = [f"{type(rotary.module).__name__}.{name}" for rotary, name in _lost(model, handle)]
+    if lost:
+        raise Refused(
+            f"{', '.join(lost)} no longer holds the frequencies of {handle}: something moved, "
+            "cast or reinitialised them after the model was patched; rope_patch.restore(model) "
+            "sets them again"
+        )
+    config: Any = getattr(model, "config", None)
+    patched_config: Any = rotaries[0].module.config
+    text = config.get_text_config(decoder=True) if config is not None else patched_config
+    stated, patched = text.rope_parameters, patched_config.rope_parameters
+    if stated != patched:
+        raise Refused(
+            f"the model's config was replaced after it was patched with {handle}, so that a saved "
+            f"model would rotate otherwise: expected rope_parameters {patched}, got {stated}; "
+            "change the config before the model is patched"
+        )
+
+
+def _lost(model: nn.Module, handle: Patch) -> list[Any]:
+    # Frequencies of a model on meta have no values to compare.
+    return [
+        (rotary, name)
+        for rotary, name in lost_patched_buffers(model, handle)
+        if not getattr(rotary.module, name).is_meta
+    ]
+
+
+def require_requested(
+    model: nn.Module, handle: Patch | EncodingPatch, extension: Extension
+) -> None:
+    """Raise unless a model is patched as requested.
+
+    Raises:
+        ValueError: It is patched otherwise; names both.
+    """
+    if isinstance(handle, EncodingPatch):
+        wanted = {**extension.arguments(), "method": extension.method}
+        got = {**handle.extension.to_dict(), **handle.extension.options}
+        same = all(got.get(name) == value for name, value in wanted.items())
+        asked = ", ".join(f"{name}={value!r}" for name, value in wanted.items())
+    else:
+        requested = Patch(check(model, extension))
+        same, asked = rotate_alike(requested, handle), describe_patch(requested)
+    if not same:
+        raise Refused(
+            f"RopePatchCallback is to train with {asked}, and the model is patched with "
+            f"{describe(handle)}: rope_patch.unpatch(model) first, or leave the callback's method "
+            "out to train it as it is"
+        )
+
+
+def require_recorded_rotation(
+    model: nn.Module, handle: Patch | EncodingPatch, sidecar: dict[str, Any], checkpoint: str
+) -> None:
+    """Raise unless a model rotates as a checkpoint's did.
+
+    Args:
+        model: The model that resumes.
+        handle: Its patch.
+        sidecar: What the checkpoint records of its patch.
+        checkpoint: The checkpoint, for the message.
+
+    Raises:
+        ValueError: It rotates otherwise, or cannot rotate so.
+    """
+    resume = f"{checkpoint} cannot be resumed: it was trained with"
+    advice = (
+        "resume with the checkpoint's own rotation, or load its folder as the model of a new run"
+    )
+    recorded = f"{sidecar['method']}, {sidecar['target_length'] or 'any'} tokens"
+    if isinstance(handle, EncodingPatch) or is_encoding_sidecar(sidecar):
+        same = (
+            isinstance(handle, EncodingPatch)
+            and is_encoding_sidecar(sidecar)
+            and is_same_encoding(handle, sidecar)
+        )
+    else:
+        try:
+            trained = Patch(check(model, extension_from_sidecar(sidecar)))
+        except (Refused, TypeError) as error:
+            raise Refused(
+                f"{resume} {recorded}, which this model cannot be: {error}; {advice}"
+            ) from error
+        recorded = describe_patch(trained)
+        same = matches_sidecar(trained, sidecar) and rotate_alike(trained, handle)
+    if not same:
+        raise Refused(
+            f"{resume} {recorded}, and the model is patched with {describe(handle)}; {advice}"
+        )
+
+
+def describe(handle: Patch | EncodingPatch) -> str:
+    """Describe a patch in one line."""
+    return describe_patch(handle) if isinstance(handle, Patch) else str(handle)
+
+
+_BATCH = 1000  # rows of a dataset whose lengths are read at once
+
+
+class RowGuard:
+    """Pre-hook of decoders that refuses rows beyond the patched length in training.
+
+    Packed rows count by their documents, if their positions start anew with each.
+
+    Attributes:
+        length: The patched length in tokens.
+        rotation: The patch, for the message.
+    """
+
+    def __init__(self, length: int, rotation: str) -> None:
+        self.length = length
+        self.rotation = rotation
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not (decoder.training and torch.is_grad_enabled()):
+            return
+        longest = outgrown_length(decoder, args, kwargs, self.length)
+        if longest is not None:
+            raise _refusal(longest, self.length, self.rotation)
+
+
+def install_row_guard(model: nn.Module, handle: Patch) -> None:
+    """Have a model's decoders refuse training rows that are too long, until the patch ends."""
+    if handle.longest_text is None:
+        return
+    guard = RowGuard(handle.longest_text, str(handle))
+    for decoder in innermost_decoders(model, find_rotaries(model)):
+        handle.undo_log.hook(decoder, before=guard)
+
+
+def require_short_dataset(dataset: Any, handle: Patch) -> None:
+    """Raise if a dataset of tokenized rows holds a row beyond the patched length.
+
+    Reads lengths alone, and only of a `datasets.Dataset`. Streams, untokenized rows, and rows with
+    positions of their own are left to the guard at each step.
+
+    Raises:
+        ValueError: It does.
+    """
+    columns = set(getattr(dataset, "column_names", None) or ())
+    if handle.longest_text is None or "position_ids" in columns or "input_ids" not in columns:
+        return
+    if not (hasattr(dataset, "with_format") and hasattr(dataset, "select_columns")):
+        return
+    # TRL lists the documents of each packed row.
+    column = "seq_lengths" if "seq_lengths" in columns else "input_ids"
+    longest = 0
+    if hasattr(dataset, "__len__"):
+        rows = dataset.select_columns([column]).with_format("arrow")
+        for table in rows.iter(batch_size=_BATCH):
+            longest = max(longest, _longest(table[column], lists=column == "seq_lengths"))
+    if longest > handle.longest_text:
+        raise _refusal(longest, handle.longest_text, str(handle))
+
+
+def _longest(column: Any, *, lists: bool) -> int:
+    """Return the longest row of a column of tokens, or the largest number of a column of lists."""
+    import pyarrow.compute as compute
+
+    numbers = compute.list_flatten(column) if lists else compute.list_value_length(column)
+    return compute.max(numbers).as_py() or 0
+
+
+def _refusal(longest: int, length: int, rotation: str) -> Refused:
+    return Refused(
+        f"a row of {longest:,} tokens is longer than the {length:,} that the model is patched for "
+        f"({rotation}): cut rows to {length:,} tokens (max_length={length} in TRL), or patch with "
+        f"length={longest} or more"
+    )
+
+
+_METHOD = "save_pretrained"
+
+
+class SaveHook:
+    """The `save_pretrained` of one model, which also writes the patch that is in effect.
+
+    A trainer saves checkpoints and the finished model by this method. The folder then is what
+    `rope_patch.save` makes: a config that states the rotation, and the sidecar; for an adapter the
+    sidecar alone.
+    """
+
+    def __init__(self, original_method: Any, model: Any) -> None:
+        self.original_method = original_method
+        self.model = model
+
+    def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self.original_method(save_directory, *args, **kwargs)
+        handle = current(self.model)
+        # Only one process writes.
+        if handle is None or not kwargs.get("is_main_process", args[0] if args else True):
+            return result
+        folder = Path(save_directory)
+        adapters = list(_adapter_folders(folder, self.model))
+        if adapters:
+            record_adapters([folder, *adapters], self.model, handle)
+        elif (folder / "config.json").is_file():
+            record_patch(folder, self.model, handle)
+        if kwargs.get("push_to_hub"):
+            logger.warning(
+                "save_pretrained(push_to_hub=True) uploads before %s is written: push afterwards, "
+                "with model.push_to_hub(name)",
+                SIDECAR,
+            )
+        return result
+
+
+def install_save_hooks(model: nn.Module, handle: Patch | EncodingPatch) -> None:
+    """Have a model, and the base within PEFT's wrapper, write their patch when they are saved.
+
+    Args:
+        model: The model, or anything around it.
+        handle: Its patch; the hooks end with it.
+    """
+    for owner in _saved_models(model):
+        if not isinstance(vars(owner).get(_METHOD), SaveHook):
+            handle.undo_log.set(owner, _METHOD, SaveHook(owner.save_pretrained, owner))
+
+
+def copy_sidecar(source: Path, target: Path) -> None:
+    """Copy the sidecar of the newest checkpoint in a run's folder, if there is one, to a folder."""
+    checkpoints = sorted(source.glob(f"checkpoint-*/{SIDECAR}"), key=lambda p: p.stat().st_mtime)
+    if checkpoints:
+        sidecar = json.loads(checkpoints[-1].read_text())
+        (target / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+
+
+def _saved_models(model: nn.Module) -> Iterator[Any]:
+    """Yield the outermost model that can be saved, and the base within PEFT's wrapper."""
+    outer: Any = next((m for m in model.modules() if hasattr(type(m), _METHOD)), None)
+    if outer is None:
+        return
+    yield outer
+    if hasattr(outer, "peft_config") and hasattr(outer, "get_base_model"):
+        yield outer.get_base_model()
+
+
+def _adapter_folders(folder: Path, model: Any) -> Iterator[Path]:
+    """Yield the folders in which PEFT has just written a model's adapters."""
+    if not hasattr(model, "peft_config"):
+        return
+    for path in (folder, *(folder / name for name in model.peft_config)):
+        if (path / ADAPTER_CONFIG).is_file():
+            yield path

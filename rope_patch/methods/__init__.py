@@ -13,10 +13,10 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method, option
-from rope_patch.methods.plugins import load_plugin
+from rope_patch.methods.origin import load_plugin
 from rope_patch.methods.registry import build, register_method, registered_methods
-from rope_patch.utils.deprecation import warn_renamed
 from rope_patch.utils.front import front
+from rope_patch.utils.installation import warn_renamed
 
 __all__ = [
     "Frequencies",
@@ -124,11 +124,10 @@ front(
     __name__,
     {
         "dynamic": "Dynamic",
-        "encoding_methods": "ENCODING_METHODS",
         "mixed": "Mixed",
         "origin": "origin_of",
-        "position_map": "PositionMap Region near_region",
-        "registry": "find_method get_method outside_methods",
+        "position_map": "near_region PositionMap Region",
+        "registry": "ENCODING_METHODS find_method get_method outside_methods",
         "temperature": "Temperature",
     },
 )

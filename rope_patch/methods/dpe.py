@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, option, require_tokens
-from rope_patch.methods.grouped_map import longest_grouped_text
-from rope_patch.methods.position_map import PositionMap, Region, near_region, require_window
+from rope_patch.methods.position_map import (
+    PositionMap,
+    Region,
+    longest_grouped_text,
+    near_region,
+    require_window,
+)
 from rope_patch.methods.registry import register_method
 from rope_patch.utils.errors import Refused
 

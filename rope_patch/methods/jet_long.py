@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rope_patch.methods.grouped_map import GroupedMap
-from rope_patch.methods.position_map import require_window
+from rope_patch.methods.position_map import GroupedMap, require_window
 from rope_patch.methods.registry import register_method
 
 

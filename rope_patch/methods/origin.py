@@ -1,4 +1,4 @@
-"""Origin of a method that is not ours: its package or file."""
+"""Methods that are not ours: their origin, and their loading from a user's file or module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.methods.base import Method
-from rope_patch.methods.registry import is_outside
+from rope_patch.methods.registry import is_outside, outside_methods
 from rope_patch.utils.checksums import digest
+from rope_patch.utils.errors import Refused
+from rope_patch.utils.plugins import import_plugin, pass_on
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,34 @@ def _installed_packages(changes: tuple[tuple[str, int], ...]) -> Mapping[str, li
         changes: The folders of `sys.path`, and when each was changed, as an installation does.
     """
     return metadata.packages_distributions()
+
+
+def load_plugin(source: str) -> list[str]:
+    """Import a file or a module that registers methods.
+
+    Processes that are started from now on know its methods, too.
+
+    Args:
+        source: A Python file, or a module's dotted name.
+
+    Returns:
+        The names of the methods in it, also of those that it imports from elsewhere.
+
+    Raises:
+        ValueError: There is no such file or module, an exception in it (names file and line), or
+            no method.
+    """
+    before = outside_methods()
+    module = import_plugin(source)
+    names = [
+        name
+        for name, method_class in outside_methods().items()
+        if before.get(name) is not method_class or method_class in vars(module).values()
+    ]
+    if not names:
+        raise Refused(
+            f"plugin {source}: it registers no method; expected a class with "
+            '@rope_patch.register_method("my-method", paper=..., training=...)'
+        )
+    pass_on(source)
+    return names

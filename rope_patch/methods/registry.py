@@ -1,4 +1,9 @@
-"""Registry of methods by name: our own, and those of other people's files and packages."""
+"""Registry of methods by name: our own, and those of other people's files and packages.
+
+Names of methods that extend encodings other than rotation, for lists and errors. They are formulas
+of `rope_patch.encodings.sites` and no classes of this package. Names that rotary methods have, too
+(`linear`, `ntk`, `dynamic-linear`), are left out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,6 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from rope_patch.methods.base import Method
-from rope_patch.methods.encoding_methods import ENCODING_METHODS, PAGE
 from rope_patch.utils.errors import Refused, did_you_mean
 from rope_patch.utils.plugins import PluginGroup, import_passed_on
 
@@ -204,3 +208,22 @@ def _same_class(first: type, second: type) -> bool:
 
 def _describe(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+PAGE = "docs/other-encodings.md"
+
+# By name: what it extends, and what it does.
+ENCODING_METHODS = {
+    "cubic": ("learned tables of positions", "Bicubic interpolation between trained rows."),
+    "tile": ("learned tables of positions", "Trained rows, repeated."),
+    "dynamic-ntk": ("ALiBi's slopes", "ntk by a factor that follows the text."),
+    "log-tail": (
+        "T5's buckets of distances",
+        "Near distances keep their buckets; longer ones are squeezed into trained buckets.",
+    ),
+    "max-distance": ("T5's buckets of distances", "The last bucket begins later."),
+    "dynamic-log-tail": (
+        "T5's buckets of distances",
+        "log-tail by a factor that follows the text.",
+    ),
+}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rope_patch.methods.grouped_map import GroupedMap, longest_grouped_text
-from rope_patch.methods.position_map import require_window
+from rope_patch.methods.position_map import GroupedMap, longest_grouped_text, require_window
 from rope_patch.methods.registry import register_method
 
 

@@ -17,8 +17,8 @@ from rope_patch.ops.n_dimensional import (
     mixed_frequencies,
     n_dimensional_rope,
 )
-from rope_patch.utils.deprecation import warn_renamed
 from rope_patch.utils.front import front
+from rope_patch.utils.installation import warn_renamed
 
 __all__ = [
     "KERNELS",
@@ -49,12 +49,11 @@ front(
     __name__,
     {
         "angles": "rerotation_frequencies",
-        "cpu": "rope_from_cos_sin",
         "hub.layers": "apply_rotary_transformers",
-        "kernel_variant": "KernelVariant",
-        "modes": "is_interpreted",
+        "modes": "copy_to_device is_interpreted",
         "output_inversion": "can_recompute_from_output",
-        "transfer": "copy_to_device",
+        "plain_torch": "rope_from_cos_sin",
+        "self_check": "KernelVariant",
         "validation": "may_share_memory overlaps_itself",
     },
 )

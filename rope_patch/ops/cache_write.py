@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rope_patch.ops import dispatch, self_check
-from rope_patch.ops.kernel_variant import (
+from rope_patch.ops.self_check import (
     QK_NORM_ROPE_INTO_CACHE,
     ROPE_INTO_CACHE,
     KernelVariant,

@@ -16,7 +16,9 @@ import torch
 
 from rope_patch.ops import plain_torch, reference, self_check
 from rope_patch.ops.angles import rerotation_frequencies
-from rope_patch.ops.kernel_variant import (
+from rope_patch.ops.modes import copy_to_device, is_interpreted, needs_plain_torch
+from rope_patch.ops.output_inversion import can_recompute_from_output
+from rope_patch.ops.self_check import (
     QK_NORM_ROPE,
     REROTATE,
     ROPE,
@@ -25,9 +27,6 @@ from rope_patch.ops.kernel_variant import (
     norm_fields,
     variant_fields,
 )
-from rope_patch.ops.modes import is_interpreted, needs_plain_torch
-from rope_patch.ops.output_inversion import can_recompute_from_output
-from rope_patch.ops.transfer import copy_to_device
 from rope_patch.ops.validation import may_share_memory, overlaps_itself, validate_shapes
 
 logger = logging.getLogger("rope_patch")

@@ -1,4 +1,4 @@
-"""Modes of torch and Triton that change which code can run."""
+"""Modes of torch and Triton that change which code can run, and copies without a wait."""
 
 from __future__ import annotations
 
@@ -58,3 +58,14 @@ def is_exporting() -> bool:
 def is_interpreted() -> bool:
     """Return whether Triton interprets kernels on the CPU, slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def copy_to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a CPU tensor on a device, where it is ready for what follows on the current stream.
+
+    A GPU copies from pinned memory, which PyTorch keeps until the copy is done. From other memory,
+    the CPU would wait for all that the GPU has yet to do.
+    """
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)

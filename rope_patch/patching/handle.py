@@ -14,25 +14,28 @@ from torch import nn
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
 from rope_patch.original_config import FIELD, trained_config_length, trained_record
-from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.patching.config_copy import ConfigOverride
-from rope_patch.patching.defaults import torch_defaults
-from rope_patch.patching.dynamic.admission import watch_admission
-from rope_patch.patching.dynamic.assisted_decoding import limit_candidates
-from rope_patch.patching.dynamic.batching_guard import guard_batching, position_map_refusal
-from rope_patch.patching.dynamic.compile_op import TraceRefusal
-from rope_patch.patching.dynamic.generation_loop import watch_generate
-from rope_patch.patching.frequency_buffers import set_frequencies, warn_about_cast
+from rope_patch.patching.architecture.frequency_buffers import set_frequencies, warn_about_cast
+from rope_patch.patching.architecture.mla_scale import base_softmax_scale
+from rope_patch.patching.architecture.rotary_modules import find_rotaries, warn_about_liger
+from rope_patch.patching.attention_interception import install_temperature
+from rope_patch.patching.dynamic.frequency_table import TraceRefusal
+from rope_patch.patching.dynamic.generation import (
+    guard_batching,
+    limit_candidates,
+    position_map_refusal,
+    watch_admission,
+    watch_generate,
+)
 from rope_patch.patching.kernels.eligibility import install_kernels, summarize_kernels
-from rope_patch.patching.kernels.liger import warn_about_liger
-from rope_patch.patching.length_warning import install_length_warning, make_length_warning
-from rope_patch.patching.mla_scale import base_softmax_scale
-from rope_patch.patching.plan import PatchPlan, saved_frequencies
+from rope_patch.patching.length_warning import (
+    install_length_warning,
+    make_length_warning,
+    read_dropped_texts_again,
+)
+from rope_patch.patching.plan import PatchPlan, saved_frequencies, summarize
 from rope_patch.patching.position_maps.mapped_attention import install_position_map
 from rope_patch.patching.position_maps.position_hooks import PositionHooks
 from rope_patch.patching.positions import PositionRule, install_position_rule
-from rope_patch.patching.query_temperature import install_temperature
-from rope_patch.patching.replicas import support_replicas
 from rope_patch.patching.stamp import (
     install_cache_stamps,
     require_static,
@@ -40,10 +43,9 @@ from rope_patch.patching.stamp import (
     stamp_cache,
 )
 from rope_patch.patching.start_tokens import install_start_tokens
-from rope_patch.patching.summary import summarize
-from rope_patch.patching.undo_log import UndoLog
-from rope_patch.patching.whole_text import read_dropped_texts_again
-from rope_patch.utils.notebook import text_html
+from rope_patch.patching.torch_state import support_replicas, torch_defaults
+from rope_patch.patching.undo_log import ConfigOverride, UndoLog
+from rope_patch.utils.errors import text_html
 
 logger = logging.getLogger("rope_patch")
 

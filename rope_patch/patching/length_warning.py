@@ -1,4 +1,11 @@
-"""Warning that a text outgrew the length that a model was patched for."""
+"""Warning that a text outgrew the length that a model was patched for.
+
+Read the whole text again where a model's generate drops its cache. Phi-3 and its kin drop the
+cached keys in `generate` where a text passes the config's original length. Up to transformers 5.17
+they still pass on the newest token or its place alone, so the model goes on as if nothing stood
+before it, with or without a patch. A patched model is given the whole text there, as transformers
+does from 5.23 on.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +20,20 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rope_patch.patching.architecture.mrope_sections import AXES
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
+from rope_patch.patching.architecture.rotary_traits import AXES
+from rope_patch.patching.dynamic.generation import WrappedMethod
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.patching.positions import counted_positions
 from rope_patch.patching.stamp import innermost_decoders
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.caches import is_paged, known_length
-from rope_patch.transformers_api.forwards import ForwardCall
+from rope_patch.transformers_api.forwards import TOKENS, ForwardCall, cache_among
+from rope_patch.transformers_api.generation import (
+    PREPARE_INPUTS,
+    drops_cache_alone,
+    whole_text_arguments,
+)
 
 logger = logging.getLogger("rope_patch")
 
@@ -153,3 +166,26 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def read_dropped_texts_again(model: nn.Module, undo_log: UndoLog) -> None:
+    """Give a model's forward the whole text wherever its generate drops the cache.
+
+    Args:
+        model: The patched model, or a wrapper of it.
+        undo_log: Log of the changes.
+    """
+    for module in model.modules():
+        if drops_cache_alone(module):
+            wrapped = _PrepareInputs(getattr(module, PREPARE_INPUTS), None)
+            undo_log.set(module, PREPARE_INPUTS, wrapped)
+
+
+class _PrepareInputs(WrappedMethod):
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = self.original_method(*args, **kwargs)
+        cache = cache_among(kwargs)
+        if cache is None or cache_among(inputs) is not None or cache.get_seq_length() == 0:
+            return inputs
+        whole = args[0] if args else kwargs[TOKENS]
+        return dict(self.original_method(*args, **kwargs | whole_text_arguments(whole)))

@@ -19,7 +19,7 @@ from rope_patch.methods.recorded import Recorded
 from rope_patch.methods.temperature import Temperature
 from rope_patch.methods.yarn import YaRN
 from rope_patch.original_config import original_config
-from rope_patch.patching.continued_yarn import (
+from rope_patch.patching.geometry_selection import (
     continued_frequencies,
     original_geometry,
     total_yarn,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,31 +15,40 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.methods.base import require_tokens
 from rope_patch.methods.position_map import PositionMap
+from rope_patch.methods.yarn import YaRN
 from rope_patch.original_config import original_config, trained_record
-from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_rotaries
-from rope_patch.patching.architecture.rotary_traits import RotaryTraits
-from rope_patch.patching.continued_yarn import inherit_constants, require_no_shrink
-from rope_patch.patching.dynamic.hooks import LengthHooks
-from rope_patch.patching.geometry_selection import resolve_base, select_layer_types
-from rope_patch.patching.kernels.eligibility import RotationSite, inspect_site, require_kernels
-from rope_patch.patching.method_wrappers import ContinuedScaling, unwrap
-from rope_patch.patching.mla_scale import (
+from rope_patch.patching.architecture.mla_scale import (
     SoftmaxScaled,
     config_mscale,
     filter_by_layer_type,
     find_mla_attentions,
 )
-from rope_patch.patching.position_maps.mapped_attention import Site, find_mapped_attentions
-from rope_patch.patching.position_maps.mapped_length import mapped_length
-from rope_patch.patching.query_temperature import find_scalable_attentions, own_temperature
-from rope_patch.patching.start_tokens import require_start_tokens_supported
-from rope_patch.rope_config import (
-    LONGROPE_ONLY,
-    by_layer_type,
-    config_rope_type,
-    read_geometries,
+from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_rotaries
+from rope_patch.patching.architecture.rotary_traits import RotaryTraits
+from rope_patch.patching.attention_interception import find_scalable_attentions, own_temperature
+from rope_patch.patching.dynamic.hooks import LengthHooks
+from rope_patch.patching.geometry_selection import (
+    inherit_constants,
+    require_no_shrink,
+    resolve_base,
+    select_layer_types,
 )
+from rope_patch.patching.kernels.eligibility import RotationSite, inspect_site, require_kernels
+from rope_patch.patching.method_wrappers import (
+    ContinuedScaling,
+    describe_start,
+    method_origin,
+    unwrap,
+)
+from rope_patch.patching.position_maps.mapped_attention import Site, find_mapped_attentions
+from rope_patch.patching.start_tokens import require_start_tokens_supported
+from rope_patch.rope_config import LONGROPE_ONLY, by_layer_type, config_rope_type, read_geometries
 from rope_patch.utils.errors import Refused
+
+if TYPE_CHECKING:
+    from rope_patch.patching.handle import Patch
+    from rope_patch.patching.kernels.eligibility import KernelSummary
+
 
 # rope_parameters keys that belong to a scaling; dropped when another one replaces it.
 _SCALING_KEYS = {
@@ -414,3 +424,101 @@ def _make_length_hooks(plan: PatchPlan) -> list[tuple[nn.Module, RotaryModule, L
             )
         hooks.append((decoder, traits.rotary, length_hooks))
     return hooks
+
+
+def mapped_length(
+    position_map: PositionMap,
+    requested: int | None,
+    geometries: Mapping[str | None, Geometry],
+    own_parameters: Mapping[str | None, dict[str, Any]],
+) -> int | None:
+    """Return the length that a position map is planned for; None if it serves any.
+
+    Args:
+        position_map: The map.
+        requested: The request's length in tokens, if it names one.
+        geometries: The rotations that it starts from, all of one length.
+        own_parameters: The config's `rope_parameters` of each layer type.
+
+    Raises:
+        ValueError: The map's positions do not stay within those that the frequencies reach, or it
+            would put a YaRN on the config's own.
+    """
+    for layer_type, geometry in geometries.items():
+        is_scaled = geometry.base and config_rope_type(own_parameters[layer_type]) == "yarn"
+        if is_scaled and isinstance(position_map.inner, YaRN):
+            raise Refused(
+                f"the config has a yarn of its own, and on={position_map.on!r} would put another "
+                "one on it: leave `on` out, which maps positions on the config's yarn, or replace "
+                "that with start='unscaled'"
+            )
+    reach = position_map.reach(next(iter(geometries.values())).trained_length)
+    longest = position_map.longest_text(reach)
+    if requested is not None and requested > longest:
+        raise Refused(
+            f"{position_map} stays within the {reach:,} positions that its frequencies reach for "
+            f"texts of up to {math.floor(longest):,} tokens, and the request is for "
+            f"{requested:,}: expected a shorter length, larger groups, or frequencies that reach "
+            "further (on='yarn:4')"
+        )
+    if requested is None and not math.isinf(longest):
+        return math.floor(longest)
+    return requested
+
+
+def summarize(
+    handle: Patch, unchanged_layer_types: Iterable[str | None], kernel_summary: KernelSummary
+) -> str:
+    """Return the text of `Patch.summary`.
+
+    Args:
+        handle: The patch.
+        unchanged_layer_types: The layer types that the patch does not change.
+        kernel_summary: Which code rotates; see `summarize_kernels`.
+    """
+    method = handle.method
+    lines = [f"{handle}" + ("" if handle.active else " (undone)")]
+    shown, where = handle.frequencies, ""
+    if method.is_dynamic and handle.is_length_dependent:
+        length = handle.length or 2 * handle.trained_length
+        shown, where = handle.frequencies_at(length), f" at {length:,} tokens"
+    for layer_type, geometry in handle.geometries.items():
+        changed = shown[layer_type]
+        stretch = geometry.inv_freq() / changed.inv_freq
+        stretch = stretch.nan_to_num(nan=1.0, posinf=torch.inf)  # pairs that never rotated
+        pairs = int(((stretch - 1).abs() > 1e-6).sum())
+        slowest = "no longer rotates" if stretch.isinf().any() else f"×{stretch.max():.4g}"
+        lines.append(
+            f"  {layer_type or 'all layers'}: theta {geometry.theta:g}, {pairs} of {len(stretch)} "
+            f"pairs changed{where} (slowest: {slowest}), "
+            f"attention factor {changed.attention_factor:.6g}"
+        )
+    lines += [f"  {layer_type}: unchanged" for layer_type in unchanged_layer_types]
+    if tokens := method.start_token_count:
+        lines.append(f"  positions below {tokens:,} keep the rotation from before, in all of these")
+    lines += describe_start(handle.original_config, handle.geometries)
+    if handle.softmax_mscale != 1:
+        lines.append(
+            f"  softmax scale ×{handle.softmax_mscale**2:.6g}: heads that rotate only in part have "
+            "the attention factor there"
+        )
+    if origin := method_origin(method):
+        lines.append(f"  a method from outside: {origin}")
+    inner = unwrap(method)
+    if isinstance(inner, PositionMap):
+        lines.append(f"  {inner.describe(handle.trained_length)}")
+    if (temperature := method.query_temperature) is not None:
+        formula = temperature.describe(handle.trained_length)
+        lines.append(f"  attention logits ×{formula}, by each query's position")
+    options = {k: v for k, v in method.options().items() if k != "factor"}
+    options = {k: v for k, v in options.items() if v is not None and v != ""}
+    if options:
+        lines.append("  options: " + ", ".join(f"{k}={_abbreviate(v)}" for k, v in options.items()))
+    lines.append(f"  {kernel_summary}")
+    return "\n".join(lines)
+
+
+def _abbreviate(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"[{', '.join(value)}]"
+    return f"[{len(value)} numbers]" if isinstance(value, tuple | list) else str(value)

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.patching.architecture.probe import build_rotary
-from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_owner, find_rotaries
-from rope_patch.patching.defaults import torch_defaults
-from rope_patch.patching.frequency_buffers import Float32BufferGuard, exact_buffers
-from rope_patch.patching.handle import Patch, current
-from rope_patch.patching.mla_scale import (
+from rope_patch.patching.architecture.frequency_buffers import Float32BufferGuard, exact_buffers
+from rope_patch.patching.architecture.mla_scale import (
     base_softmax_scale,
     built_softmax_scale,
     find_mla_attentions,
 )
+from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_owner, find_rotaries
+from rope_patch.patching.architecture.rotary_traits import build_rotary
+from rope_patch.patching.handle import Patch, current
+from rope_patch.patching.torch_state import torch_defaults
 from rope_patch.patching.undo_log import ABSENT, UndoLog
 from rope_patch.utils.errors import Refused
 

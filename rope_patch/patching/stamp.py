@@ -15,7 +15,7 @@ from torch import nn
 from rope_patch.methods import Frequencies
 from rope_patch.ops.modes import is_exporting
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
-from rope_patch.patching.dynamic.compile_op import UNCAPTURED
+from rope_patch.patching.dynamic.frequency_table import UNCAPTURED
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.patching.start_tokens import start_frequencies
 from rope_patch.patching.undo_log import UndoLog

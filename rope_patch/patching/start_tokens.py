@@ -17,12 +17,11 @@ from torch import nn
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
-from rope_patch.patching.architecture.probe import as_tuple
-from rope_patch.patching.architecture.rotary_traits import RotaryTraits
+from rope_patch.patching.architecture.mla_scale import SoftmaxScaled
+from rope_patch.patching.architecture.rotary_traits import RotaryTraits, as_tuple
 from rope_patch.patching.kernels.attention_forward import forward_attribute
 from rope_patch.patching.method_wrappers import ContinuedScaling
-from rope_patch.patching.mla_scale import SoftmaxScaled
-from rope_patch.patching.replicas import forward_for_replica
+from rope_patch.patching.torch_state import forward_for_replica
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.pictures import (  # noqa: F401 (they register pictures)
     attention,
     biases,
-    distances,
     rotations,
     tables,
 )
@@ -24,8 +23,8 @@ front(
     {
         "attention": "dog_outputs",
         "biases": "BIASES",
-        "encoding_tables": "ENCODINGS",
-        "panels": "Curves Dials HeatMap",
+        "renderer": "Curves Dials HeatMap",
+        "tables": "ENCODINGS",
     },
 )
 

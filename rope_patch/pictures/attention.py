@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from rope_patch.encodings.logit_terms import logit_terms
-from rope_patch.encodings.sinusoidal import sinusoidal_table
-from rope_patch.patching.defaults import torch_defaults
-from rope_patch.pictures.panels import Curve, Curves, HeatMap, Picture
+from rope_patch.encodings.tables import logit_terms, sinusoidal_table
+from rope_patch.patching.torch_state import torch_defaults
 from rope_patch.pictures.picture import PictureOptions, register_picture
+from rope_patch.pictures.renderer import Curve, Curves, HeatMap, Picture
 from rope_patch.transformers_api.models import model_file, set_attention_implementation
 
 SENTENCE = ("the", "dog", "chased", "another", "dog")

@@ -8,15 +8,23 @@ from typing import Any
 
 import torch
 
-from rope_patch.encodings.alibi import alibi_bias, alibi_slopes, linear_slopes, ntk_slopes
-from rope_patch.encodings.decay import fire_progress, kerple_log, sandwich
-from rope_patch.encodings.t5_buckets import exact_distances, t5_bucket
-from rope_patch.patching.encodings.buckets import BucketsSite, squeeze_distances
-from rope_patch.patching.encodings.site import Stretch
-from rope_patch.patching.encodings.slopes import SlopesSite
-from rope_patch.pictures.distances import FIRE_RATE, FIRE_THRESHOLD
-from rope_patch.pictures.panels import HeatMap, Picture
+from rope_patch.encodings.biases import (
+    alibi_bias,
+    alibi_slopes,
+    exact_distances,
+    fire_progress,
+    kerple_log,
+    linear_slopes,
+    ntk_slopes,
+    sandwich,
+    t5_bucket,
+)
+from rope_patch.encodings.sites.buckets import BucketsSite, squeeze_distances
+from rope_patch.encodings.sites.site import Stretch
+from rope_patch.encodings.sites.slopes import SlopesSite
 from rope_patch.pictures.picture import PictureOptions, register_picture
+from rope_patch.pictures.renderer import HeatMap, Picture
+from rope_patch.pictures.rotations import FIRE_RATE, FIRE_THRESHOLD
 from rope_patch.pictures.subject import bucket_table, read_sites
 from rope_patch.utils.errors import Refused, did_you_mean
 

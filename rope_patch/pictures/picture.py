@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rope_patch.pictures.panels import Picture
+from rope_patch.pictures.renderer import Picture
 from rope_patch.utils.errors import Refused, did_you_mean
 
 _COUNTS = ("length", "trained", "width", "heads", "position")

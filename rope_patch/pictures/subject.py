@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_patch.encodings.replacement.encoding import RotaryEncoding, find_encoding
+from rope_patch.encodings.sites.buckets import BucketsSite
+from rope_patch.encodings.sites.plan import find_sites
+from rope_patch.encodings.sites.probe import transformers_model
+from rope_patch.encodings.sites.site import Site
+from rope_patch.encodings.sites.table import LearnedTableSite
 from rope_patch.geometry import Geometry
 from rope_patch.original_config import original_config
 from rope_patch.patching import current
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.patching.encodings.buckets import BucketsSite
-from rope_patch.patching.encodings.plan import find_sites
-from rope_patch.patching.encodings.probe import transformers_model
-from rope_patch.patching.encodings.site import Site
-from rope_patch.patching.encodings.table import LearnedTableSite
 from rope_patch.patching.geometry_selection import base_geometries
-from rope_patch.patching.replacement.encoding import RotaryEncoding, find_encoding
 from rope_patch.pretrained.demo import resolve_model_path
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.utils.errors import Refused, describe_error

@@ -6,10 +6,10 @@ front(
     __name__,
     {
         "demo": "demo_folder resolve_model_path",
-        "loading": "empty_model read_model read_tokenizer",
-        "model_class": "auto_class",
-        "quantization": "GGUF_TYPES loading_arguments parse_quantization quantize "
-        "require_unquantized",
-        "trained_rotation": "mark_trained",
+        "loading": "auto_class empty_model read_model read_tokenizer",
+        "quantization": (
+            "GGUF_TYPES loading_arguments parse_quantization quantize require_unquantized"
+        ),
+        "sidecar": "mark_trained",
     },
 )

@@ -12,14 +12,24 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+    PreTrainedConfig,
+)
 
+from rope_patch.encodings.sites.handle import EncodingPatch
+from rope_patch.entry_points import check, check_encoding, patch
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
 from rope_patch.original_config import FIELD, TRAINED, original_fields
-from rope_patch.patching import check, check_encoding, patch
-from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.adapters import (
     adapter_base,
@@ -28,31 +38,36 @@ from rope_patch.pretrained.adapters import (
     require_same_rotation,
 )
 from rope_patch.pretrained.device_map import require_device
-from rope_patch.pretrained.encoded_model import original_config, read_encoded, restore_encoded
 from rope_patch.pretrained.encoding_checkpoint import (
     is_encoding_sidecar,
+    original_config,
+    read_encoded,
+    restore_encoded,
     restore_tables,
     unpatch_loaded,
 )
-from rope_patch.pretrained.gguf_rotation import apply_gguf_rotation
-from rope_patch.pretrained.gguf_weights import dense_options, unmark_quantized
-from rope_patch.pretrained.loading_error import MAX_LENGTH, loading_error, no_decoder_error
-from rope_patch.pretrained.model_class import auto_class
-from rope_patch.pretrained.model_folder import (
-    has_tokenizer,
-    require_complete_shards,
-    require_model_folder,
+from rope_patch.pretrained.gguf import apply_gguf_rotation, dense_options, unmark_quantized
+from rope_patch.pretrained.sidecar import (
+    SIDECAR,
+    adapter_start,
+    extension_from_sidecar,
+    mark_trained,
+    read_sidecar,
+    recorded_field,
+    require_recorded,
 )
-from rope_patch.pretrained.recorded_rotation import require_recorded
-from rope_patch.pretrained.sidecar import SIDECAR, extension_from_sidecar, read_sidecar
-from rope_patch.pretrained.trained_rotation import adapter_start, mark_trained, recorded_field
 from rope_patch.pretrained.transformers_registry import needs_registration
 from rope_patch.rope_config import require_valid_rope_config
-from rope_patch.transformers_api.models import fetched_file
+from rope_patch.transformers_api.models import (
+    fetched_file,
+    image_text_model_classes,
+    text_model_classes,
+)
 from rope_patch.utils.errors import (
     Refused,
     describe_error,
     is_weights_file_error,
+    one_line,
     parse_json,
 )
 
@@ -467,3 +482,128 @@ def _split_method_options(
         if key in names or get_close_matches(key, names, n=1, cutoff=0.8)
     }
     return options, {key: value for key, value in kwargs.items() if key not in options}
+
+
+MAX_LENGTH = 400  # characters of another library's error
+
+
+def loading_error(path: str | os.PathLike[str], error: Exception, what: str = "") -> ValueError:
+    """Return the error for a checkpoint that another library could not read."""
+    is_readable = isinstance(error, ValueError | OSError | SafetensorError)  # written for readers
+    message = (one_line(str(error), MAX_LENGTH) if is_readable else "") or describe_error(
+        error, MAX_LENGTH
+    )
+    if Path(path).is_dir():
+        return ValueError(f"cannot load {what}{path}: {message}")
+    return ValueError(
+        f"cannot load {what}{str(path)!r}: there is no such folder, and the Hugging Face Hub did "
+        f"not give a model of that name ({message}); check the name, the network and "
+        "HF_HUB_OFFLINE, or give a local folder"
+    )
+
+
+def no_decoder_error(path: str | os.PathLike[str], config: Any) -> ValueError:
+    """Return the error for a model that `auto_class` finds no class for."""
+    model_type = getattr(config, "model_type", type(config).__name__)
+    return ValueError(
+        f"cannot load {path}: transformers has no causal language model of the type "
+        f"{model_type!r}, with images or without; if it generates text in another way, load it in "
+        "Python with its own class and call rope_patch.patch(model, ...). `rope-patch diagnose` "
+        "reads its config as it is"
+    )
+
+
+# Classes besides those that generate text from a text alone.
+_OTHERS = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForMaskedLM, AutoModel)
+
+
+def auto_class(config: Any, *, any_kind: bool = False) -> Any:
+    """Return `AutoModelForCausalLM`, or the class of models that read images beside text.
+
+    The latter read text alone, too. A checkpoint with images is read whole even where transformers
+    has a class for its text part (Qwen 3.5, Llama 4), so that a saved model keeps its images, and
+    an exported rotation lies where the whole config has it.
+
+    Args:
+        config: A model's config; None if it is unknown.
+        any_kind: Return the class for an encoder, or an encoder with a decoder, where the config's
+            `architectures` names such a model.
+    """
+    kind: Any = type(config)
+    if any_kind and (architectures := getattr(config, "architectures", None)):
+        for auto in _OTHERS:
+            if _class_name(auto, kind) == architectures[0]:
+                return auto
+    if kind not in image_text_model_classes() or config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    if kind in (text_models := text_model_classes()):
+        classes: Any = text_models[kind]
+        first = classes[0] if isinstance(classes, tuple) else classes
+        if first.config_class is kind:  # it is the whole model (Gemma 3)
+            return AutoModelForCausalLM
+    return AutoModelForImageTextToText
+
+
+def _class_name(auto: Any, kind: Any) -> str | None:
+    """Return the name of the class that an auto class chooses for a class of configs."""
+    chosen = auto._model_mapping.get(kind, None)
+    chosen = chosen[0] if isinstance(chosen, tuple) else chosen
+    return None if chosen is None else chosen.__name__
+
+
+def require_model_folder(path: str | os.PathLike[str], gguf_file: str | None) -> None:
+    """Raise if a path looks like a folder but holds no model."""
+    folder = Path(path)
+    if not folder.exists():
+        if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1:
+            raise ValueError(f"no such folder: {path}")
+        return
+    if not folder.is_dir():
+        raise ValueError(
+            f"{path} is a file: expected the folder it is in"
+            + (f", with gguf_file={folder.name!r}" if folder.suffix == ".gguf" else "")
+        )
+    required = gguf_file or "config.json"
+    if not (folder / required).is_file():
+        names = sorted(p.name for p in folder.iterdir())[:5]
+        raise ValueError(
+            f"{path} holds no {required}: expected a model's folder, found "
+            f"{', '.join(names) or 'nothing'}"
+        )
+
+
+def require_complete_shards(folder: Path) -> None:
+    """Raise if a folder's safetensors are missing or cut short, before anything is read."""
+    if not folder.is_dir():
+        return
+    index = folder / "model.safetensors.index.json"
+    shards = [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
+    if not shards and index.is_file():
+        try:
+            names = sorted(set(parse_json(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged ({error}); download it again") from error
+        shards = [folder / name for name in names]
+        if missing := [shard.name for shard in shards if not shard.is_file()]:
+            raise ValueError(
+                f"{folder} is incomplete: {len(missing)} of {len(shards)} shards are missing "
+                f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); download them "
+                "again"
+            )
+    for shard in shards:
+        try:
+            with safe_open(shard, "pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{shard} is cut short or damaged ({error}); download it again"
+            ) from error
+
+
+def has_tokenizer(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder has any file of a tokenizer; True if it is no folder."""
+    folder = Path(path)
+    return not folder.is_dir() or any(
+        "token" in p.name or p.name.startswith(("vocab", "spiece")) or p.suffix == ".model"
+        for p in folder.iterdir()
+    )

@@ -9,14 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rope_patch.encodings.active import current
+from rope_patch.encodings.sites.table import TableSite
+from rope_patch.entry_points import check_encoding, patch
 from rope_patch.extension import Extension
-from rope_patch.patching import check_encoding, patch
-from rope_patch.patching.active import current
-from rope_patch.patching.encodings.table import TableSite
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.encoding_checkpoint import TABLES, is_encoding_sidecar
-from rope_patch.pretrained.loading import empty_model, load, read_config
-from rope_patch.pretrained.model_folder import require_complete_shards, require_model_folder
+from rope_patch.pretrained.loading import (
+    empty_model,
+    load,
+    read_config,
+    require_complete_shards,
+    require_model_folder,
+)
 from rope_patch.pretrained.saving import raise_tokenizer_length, record_patch
 from rope_patch.pretrained.sidecar import SIDECAR, read_sidecar
 from rope_patch.utils import atomic_files

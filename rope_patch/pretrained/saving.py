@@ -15,23 +15,21 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig
 
+from rope_patch.encodings.active import current
+from rope_patch.encodings.replacement.entry_point import EncodedModel, current_encode
+from rope_patch.encodings.sites.handle import EncodingPatch
 from rope_patch.original_config import FIELD
 from rope_patch.patching import Patch
-from rope_patch.patching.active import current
-from rope_patch.patching.architecture.probe import reference_frequencies
+from rope_patch.patching.architecture.mla_scale import config_mscale
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.patching.encodings.handle import EncodingPatch
+from rope_patch.patching.architecture.rotary_traits import reference_frequencies
 from rope_patch.patching.method_wrappers import unwrap
-from rope_patch.patching.mla_scale import config_mscale
-from rope_patch.patching.replacement.handle import EncodedModel, current_encode
-from rope_patch.pretrained.encoded_model import write_encoded
-from rope_patch.pretrained.encoding_checkpoint import TABLES, record_encoding
-from rope_patch.pretrained.sidecar import SIDECAR, make_sidecar
-from rope_patch.pretrained.trained_rotation import patch_field, trained_part
+from rope_patch.pretrained.encoding_checkpoint import TABLES, record_encoding, write_encoded
+from rope_patch.pretrained.sidecar import SIDECAR, make_sidecar, patch_field, trained_part
 from rope_patch.pretrained.transformers_registry import to_native_rope_parameters
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, describe_error, parse_json
-from rope_patch.utils.versions import version
+from rope_patch.utils.installation import version
 
 logger = logging.getLogger("rope_patch")
 

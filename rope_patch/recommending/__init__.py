@@ -9,11 +9,9 @@ front(
     __name__,
     {
         "budget": "BlockCosts minimum_seconds plan_budget",
-        "decision_rule": "MeasuredVariant choose",
-        "result": "Recommendation",
+        "decision_rule": "choose gain_over_control MeasuredVariant score_difference Scores",
+        "result": "Recommendation recommendation_markdown",
         "sample_sets": "from_user_samples needle_blocks",
-        "scores": "Scores gain_over_control score_difference",
-        "summary": "recommendation_markdown",
-        "variants": "UNPATCHED export_command patch_call rotation_key standard_variants",
+        "variants": "export_command patch_call rotation_key standard_variants UNPATCHED",
     },
 )

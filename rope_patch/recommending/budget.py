@@ -8,8 +8,7 @@ import time
 from dataclasses import dataclass
 
 from rope_patch.recommending.sample_sets import BLOCK_SIZE
-from rope_patch.utils.errors import Refused
-from rope_patch.utils.escaping import printable
+from rope_patch.utils.errors import Refused, printable
 from rope_patch.utils.plain_text import format_duration
 from rope_patch.utils.processes import Processes
 from rope_patch.utils.progress import progress_bar

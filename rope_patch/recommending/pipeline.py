@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample, needles_refusal, read_samples
 from rope_patch.patching import current
+from rope_patch.searching.fitness import make_space
 from rope_patch.searching.journal import SearchJournal
-from rope_patch.searching.measure.fitness import make_space
 from rope_patch.searching.model import (
     dependency_versions,
     eval_mode,
@@ -24,7 +24,7 @@ from rope_patch.searching.model import (
     plain_config,
     run_identity,
 )
-from rope_patch.searching.result.search_result import SearchResult
+from rope_patch.searching.search_result import SearchResult
 from rope_patch.utils import atomic_files
 from rope_patch.utils.processes import Processes
 
@@ -107,11 +107,15 @@ def recommend(
     from rope_patch.recommending import variants
     from rope_patch.recommending.bench import Bench, earlier_usage
     from rope_patch.recommending.budget import TimeBudget
-    from rope_patch.recommending.result import SEARCH_FOLDER, Recommendation, to_rows
+    from rope_patch.recommending.decision_rule import held_out_table
+    from rope_patch.recommending.result import (
+        SEARCH_FOLDER,
+        Recommendation,
+        to_rows,
+        verdict_sentence,
+    )
     from rope_patch.recommending.sample_sets import BLOCK_SIZE
-    from rope_patch.recommending.scoreboard import held_out_table
     from rope_patch.recommending.successive_halving import Race
-    from rope_patch.recommending.summary import verdict_sentence
 
     _validate_request(budget, most, BLOCK_SIZE)
     if folder is not None:

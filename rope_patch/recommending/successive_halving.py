@@ -6,17 +6,21 @@ from typing import Any
 
 from rope_patch.extension import Extension
 from rope_patch.recommending import budget, variants
-from rope_patch.recommending.bench import Bench, MeasurementFailed
+from rope_patch.recommending.bench import Bench, MeasurementFailed, search_within
 from rope_patch.recommending.budget import BlockCosts, TimeBudget
-from rope_patch.recommending.decision_rule import Choice, choose
+from rope_patch.recommending.decision_rule import (
+    Choice,
+    VariantScores,
+    choose,
+    gain_over_control,
+    score_difference,
+    to_measured_variant,
+)
 from rope_patch.recommending.sample_sets import BLOCK_SIZE, CONTROL, LONG, PROSE, SEARCH, SHORT
-from rope_patch.recommending.scoreboard import VariantScores, to_measured_variant
-from rope_patch.recommending.scores import gain_over_control, score_difference
-from rope_patch.recommending.timed_search import search_within
 from rope_patch.recommending.variants import PLAIN, UNPATCHED, Variant, VariantRotation
 from rope_patch.searching.candidates import SearchSpace
 from rope_patch.searching.journal import SearchJournal
-from rope_patch.searching.measure.sanity_check import MAX_LOSS_RATIO, unigram_loss
+from rope_patch.searching.sample_sets import MAX_LOSS_RATIO, unigram_loss
 
 _CHEAP_SHARE = 0.1  # of the time left, for the table's prices of eliminated methods
 

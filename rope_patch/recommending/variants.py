@@ -12,12 +12,12 @@ import shlex
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
+from rope_patch.entry_points import check, patch
 from rope_patch.exporting import ENGINES, export
 from rope_patch.extension import Extension
 from rope_patch.methods import build, registered_methods
 from rope_patch.methods.origin import plugin_file
 from rope_patch.methods.registry import get_method, outside_methods
-from rope_patch.patching import check, patch
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.strategies.base import KEY_DIGITS
 from rope_patch.utils.errors import Refused

@@ -2,7 +2,7 @@
 
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.pipeline import search
-from rope_patch.searching.result.search_result import SearchResult
+from rope_patch.searching.search_result import SearchResult
 from rope_patch.utils.front import front
 
 __all__ = ["Candidate", "SearchResult", "SearchSpace", "search"]
@@ -10,12 +10,11 @@ __all__ = ["Candidate", "SearchResult", "SearchSpace", "search"]
 front(
     __name__,
     {
+        "fitness": "Evaluation Fitness predicted_deficit",
         "journal": "SearchJournal",
-        "measure.early_stopping": "predicted_deficit",
-        "measure.fitness": "Evaluation Fitness",
-        "result.comparison": "compare_on_held_out",
-        "result.plot": "draw_search",
-        "result.published_factors": "read_factors",
+        "plot": "draw_search",
+        "published_factors": "read_factors",
+        "search_result": "compare_on_held_out",
         "strategies.evolution": "PopulationSizes",
         "strategies.longrope": "FactorOperators",
         "strategies.longrope2": "CriticalDimensionOperators",

@@ -13,8 +13,8 @@ from rope_patch.searching.candidates import SearchSpace
 from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils import provenance
 from rope_patch.utils.checksums import digest
+from rope_patch.utils.installation import version
 from rope_patch.utils.processes import Processes
-from rope_patch.utils.versions import version
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,11 @@ from typing import Any
 
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample, samples_digest
+from rope_patch.searching import sample_sets, search_result
 from rope_patch.searching.candidates import Candidate
+from rope_patch.searching.fitness import Evaluation, Fitness, make_space
 from rope_patch.searching.journal import SearchJournal
-from rope_patch.searching.loop import search_loop
-from rope_patch.searching.measure import sample_sets
-from rope_patch.searching.measure.fitness import Evaluation, Fitness, make_space
-from rope_patch.searching.measure.sample_sets import (
-    DEFAULT_COUNT,
-    FITNESS_KINDS,
-    SampleSets,
-    SampleSource,
-)
-from rope_patch.searching.measure.sanity_check import (
-    compare_with_control,
-    require_competence,
-    unigram_loss,
-)
+from rope_patch.searching.loop import SearchProgress, search_loop
 from rope_patch.searching.model import (
     dependency_versions,
     eval_mode,
@@ -35,9 +24,16 @@ from rope_patch.searching.model import (
     plain_config,
     run_identity,
 )
-from rope_patch.searching.progress import SearchProgress
-from rope_patch.searching.result import comparison
-from rope_patch.searching.result.search_result import SearchResult
+from rope_patch.searching.sample_sets import (
+    DEFAULT_COUNT,
+    FITNESS_KINDS,
+    SampleSets,
+    SampleSource,
+    compare_with_control,
+    require_competence,
+    unigram_loss,
+)
+from rope_patch.searching.search_result import SearchResult
 from rope_patch.searching.strategies.registry import STRATEGIES, Strategy
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import did_you_mean
@@ -182,8 +178,8 @@ def search(
         finally:
             bar.close()
         on_held_out = make_fitness(sets.held_out)
-        candidates = {comparison.FOUND: best, comparison.PLAIN: None}
-        candidates |= {name: Candidate(name, name) for name in comparison.REFERENCES}
+        candidates = {search_result.FOUND: best, search_result.PLAIN: None}
+        candidates |= {name: Candidate(name, name) for name in search_result.REFERENCES}
         evaluations = {
             label: journal.held_out_evaluation(on_held_out, candidate)
             for label, candidate in candidates.items()
@@ -197,7 +193,7 @@ def search(
             geometry=space.geometry,
             candidate=best,
             history=history,
-            held_out=comparison.compare_on_held_out(evaluations, on_held_out.samples),
+            held_out=search_result.compare_on_held_out(evaluations, on_held_out.samples),
             asked=replace(extension, factor=None, length=None).arguments(),
             evaluations_per_minute=rate,
             versions=identity["versions"],

@@ -8,11 +8,10 @@ front(
     __name__,
     {
         "transformers_server": "patched_manager",
-        "vllm.admission": "admitted_length",
-        "vllm.cache_salt": "profile_salt",
-        "vllm.profiles": "ProfileLengths make_profiles stack_tables",
+        "vllm.profiles": "make_profiles ProfileLengths stack_tables",
+        "vllm.requests": "admitted_length profile_salt",
         "vllm.requirements": "require_readable",
-        "vllm.stacked_tables": "StackedRotary",
         "vllm.rope_type": "method_name our_parameters read_request rope_type_for",
+        "vllm.stacked_tables": "StackedRotary",
     },
 )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rope_patch.patching.dynamic.batching_guard import require_batching
+from rope_patch.patching.dynamic.generation import require_batching
 from rope_patch.pretrained.loading import load
 from rope_patch.pretrained.sidecar import SIDECAR
 from rope_patch.transformers_api.generation import served_folder, server

@@ -15,16 +15,28 @@ from rope_patch.statistics.clustered_mean import (
     two_means_p,
 )
 from rope_patch.statistics.intervals import Interval, accuracy, is_precise, required_samples, wilson
-from rope_patch.statistics.paired_tests import PairedTest, holm, mcnemar, paired_difference
-from rope_patch.statistics.power import POWER, required_texts, smallest_effect, texts_to_decide
+from rope_patch.statistics.paired_tests import (
+    PairedTest,
+    holm,
+    least_texts,
+    mcnemar,
+    paired_difference,
+    sign_flip_p,
+    sign_flip_test,
+)
+from rope_patch.statistics.power import (
+    POWER,
+    look_factor,
+    required_texts,
+    smallest_effect,
+    texts_to_decide,
+)
 from rope_patch.statistics.retention import (
     above_chance,
     effective_length,
     retention,
     stratified_mean,
 )
-from rope_patch.statistics.sequential import look_factor
-from rope_patch.statistics.sign_flips import least_texts, sign_flip_p, sign_flip_test
 
 __all__ = [
     "POWER",

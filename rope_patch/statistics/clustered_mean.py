@@ -15,7 +15,7 @@ import numpy as np
 from scipy import special
 
 from rope_patch.statistics.intervals import Interval, cluster_sums, half_alpha, stratum_weights
-from rope_patch.statistics.sign_flips import MAX_PATTERNS, sign_flip_test
+from rope_patch.statistics.paired_tests import MAX_PATTERNS, sign_flip_test
 
 _STRAIGHT = 1e-8  # a skewness below which Hall's t is Student's in double precision
 # Against the skew, Hall's cubic is flat at t = 3 / skewness, where no effect would be large enough.

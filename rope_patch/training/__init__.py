@@ -5,43 +5,36 @@ from rope_patch.utils.front import front
 front(
     __name__,
     {
-        "averaging": "average_into",
-        "checkpoints": "find_damage last_complete latest_complete resume_checkpoint step_of",
+        "checkpoints": (
+            "average_into find_damage last_complete latest_complete resume_checkpoint step_of"
+        ),
         "data.aggregation": "TaskWeaver",
-        "data.arguments": "DataArguments check_data_arguments require_no_document_masks",
-        "data.best_fit": "best_fit_decreasing",
-        "data.compression": "compression_ratio",
-        "data.documents": "TokenizedDocument tokenize_document",
-        "data.packing": "PackedRows collate",
+        "data.arguments": "check_data_arguments DataArguments require_no_document_masks",
+        "data.documents": "compression_ratio tokenize_document TokenizedDocument",
+        "data.packing": "best_fit_decreasing collate PackedRows summarize",
+        "data.readers": "find_source fingerprint",
         "data.row_positions": "skipped_positions",
-        "data.sources": "find_source fingerprint",
-        "data.summary": "summarize",
         "identity": "CHANGEABLE_KEYS",
-        "inspection.clean_folder": "CleanFolder",
-        "inspection.duplicates": "DuplicateFinder",
-        "inspection.histogram": "format_bins length_bins make_length_figure write_length_plot",
-        "inspection.packing_yield": "packing_yield",
-        "memory.context": "exchange_bytes",
-        "memory.launch": "read_environment",
-        "memory.model": "MemoryNeed host_memory_need longest_row memory_need",
-        "memory.model_shape": "model_shape",
-        "memory.recipe_setup": "training_setup",
-        "memory.step_time": "StepWork step_work",
-        "memory.suggestions": "suggest_changes",
+        "inspection.report": (
+            "format_bins length_bins make_length_figure packing_yield write_length_plot"
+        ),
+        "inspection.survey": "CleanFolder DuplicateFinder",
+        "memory.model": (
+            "exchange_bytes host_memory_need longest_row memory_need MemoryNeed model_shape"
+        ),
+        "memory.plan": "step_work StepWork suggest_changes",
+        "memory.recipe_setup": "read_environment training_setup",
         "model_setup": "liger_kernels_without_conflicts prepare_model",
-        "monitor": "DivergenceGuard TrainingProgress TrainingStopped read_log",
+        "monitor": "DivergenceGuard read_log TrainingProgress TrainingStopped",
         "objective.arguments": "ObjectiveArguments",
-        "objective.chunked_loss": "install_loss",
-        "objective.distillation": "Distillation divergence",
-        "objective.teacher": "Teacher",
-        "objective.terms": "Objective Term",
-        "objective.z_loss": "ZLoss",
-        "parameter_groups": "decayed_names require_undecayed_embeddings",
+        "objective.chunked_loss": "install_loss Objective Term ZLoss",
+        "objective.distillation": "Distillation divergence Teacher",
+        "optimizer": "decayed_names require_undecayed_embeddings same_rates",
         "recipe_files": "find_launch find_recipe",
         "run": "TrainingRun",
-        "schedule": "same_rates",
-        "settings": "ExtensionArguments Settings TrainArguments known_keys parse_settings "
-        "read_recipe",
-        "trainer": "LongContextTrainer finetune",
+        "settings": (
+            "ExtensionArguments known_keys parse_settings read_recipe Settings TrainArguments"
+        ),
+        "trainer": "finetune LongContextTrainer",
     },
 )

@@ -18,9 +18,9 @@ from accelerate.state import AcceleratorState, GradientState
 from rope_patch.runs.run_folder import RunFolder
 from rope_patch.training import checkpoints, identity
 from rope_patch.training.data.arguments import check_data_arguments
-from rope_patch.training.data.sources import find_source
+from rope_patch.training.data.readers import find_source
 from rope_patch.training.memory import plan
-from rope_patch.training.precision import mixed_precision
+from rope_patch.training.optimizer import mixed_precision
 from rope_patch.training.run import total_steps
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.training.stage import Stage, stage_folders

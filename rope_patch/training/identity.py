@@ -17,10 +17,10 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config
 from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.runs.run_folder import RunFolder
-from rope_patch.training import schedule
-from rope_patch.training.data import sources
+from rope_patch.training import optimizer
+from rope_patch.training.data import readers
 from rope_patch.training.data.arguments import ineffective_keys
-from rope_patch.training.data.compression import compressor
+from rope_patch.training.data.documents import compressor
 from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.settings import Settings
 from rope_patch.utils import checksums
@@ -118,7 +118,7 @@ def recipe_identity(
         },
         "options": settings.method_options,
         **{
-            key: [{_NAME_KEY: n, "contents": sources.fingerprint(n)} for n in names or []]
+            key: [{_NAME_KEY: n, "contents": readers.fingerprint(n)} for n in names or []]
             for key, names in (
                 ("data", settings.data.data),
                 ("short_data", settings.data.short_data),
@@ -221,7 +221,7 @@ def require_same_identity(
     if (
         stored_steps != new_steps
         and steps_done is not None
-        and not schedule.same_rates(training, stored_steps, new_steps, steps_done)
+        and not optimizer.same_rates(training, stored_steps, new_steps, steps_done)
     ):
         logger.warning(
             "%s was begun for %s steps and goes on for %s: its %s steps had the learning rates of "

@@ -11,20 +11,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, set_seed
 
+from rope_patch.entry_points import patch
 from rope_patch.original_config import original_config
-from rope_patch.patching import Patch, current, patch
+from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.rotary_modules import find_rotaries, is_mrope
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import (
+    auto_class,
     load,
     read_config,
     read_model,
     read_original_config,
     read_tokenizer,
 )
-from rope_patch.pretrained.model_class import auto_class
-from rope_patch.pretrained.trained_rotation import mark_trained
+from rope_patch.pretrained.sidecar import mark_trained
 from rope_patch.rope_config import read_geometries
 from rope_patch.training.data.row_positions import (
     WITHOUT_MASKS,
@@ -33,15 +34,14 @@ from rope_patch.training.data.row_positions import (
 )
 from rope_patch.training.objective import chunked_loss
 from rope_patch.training.objective.arguments import require_known_length
-from rope_patch.training.objective.distillation import Distillation
-from rope_patch.training.objective.teacher import (
+from rope_patch.training.objective.chunked_loss import Objective, ZLoss
+from rope_patch.training.objective.distillation import (
+    Distillation,
     Teacher,
     load_teacher,
     shares_teacher_weights,
     teacher_dtype,
 )
-from rope_patch.training.objective.terms import Objective
-from rope_patch.training.objective.z_loss import ZLoss
 from rope_patch.training.settings import Settings
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.provenance import fingerprint

@@ -1,4 +1,4 @@
-"""State of a training run, shared by the Trainer and the plain loop: folder, rows, checkpoints."""
+"""State of a training run, shared by the Trainer and the loop: folder, rows, checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -22,15 +22,12 @@ from rope_patch.methods.position_map import PositionMap
 from rope_patch.runs.run_folder import RunFolder
 from rope_patch.training import checkpoints, identity
 from rope_patch.training.data.arguments import require_no_document_masks
-from rope_patch.training.data.packing import PackedRows, collate
-from rope_patch.training.data.summary import summarize
+from rope_patch.training.data.packing import PackedRows, collate, summarize
 from rope_patch.training.finished_model import write_finished_model
 from rope_patch.training.model_setup import PreparedModel
-from rope_patch.training.monitor import DivergenceGuard, TrainingProgress
-from rope_patch.training.needle_callback import drop_scores
+from rope_patch.training.monitor import DivergenceGuard, TrainingProgress, drop_scores
 from rope_patch.training.objective.distillation import mark_distilled
-from rope_patch.training.precision import mixed_precision
-from rope_patch.training.process_layout import process_layout
+from rope_patch.training.optimizer import mixed_precision
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.training.stage import require_no_stages
 from rope_patch.utils import atomic_files
@@ -373,3 +370,36 @@ def keep_loss_exact(accelerator: Any) -> None:
     policy: Any = getattr(plugin, "mixed_precision_policy", None)
     if getattr(policy, "output_dtype", None) is not None:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+
+
+class ProcessLayout(NamedTuple):
+    """Distribution of the work over processes.
+
+    Attributes:
+        context_parallel: Processes that hold parts of the same rows.
+        reader_index: Index of this process among those that read different rows.
+        reader_count: Number of processes that read different rows.
+        replicas: Rows in training at once, per row in a batch.
+    """
+
+    context_parallel: int
+    reader_index: int
+    reader_count: int
+    replicas: int
+
+
+def process_layout(accelerator: Any) -> ProcessLayout:
+    """Return how accelerate's processes share the work.
+
+    Under DeepSpeed's sequence parallelism each process reads different rows, which are split over
+    the processes one after the other.
+    """
+    sizes = getattr(accelerator, "parallelism_config", None)
+    processes_per_row = 1 if sizes is None else sizes.cp_size * sizes.tp_size
+    readers = accelerator.num_processes // processes_per_row
+    return ProcessLayout(
+        context_parallel=1 if sizes is None else sizes.cp_size,
+        reader_index=accelerator.process_index // processes_per_row,
+        reader_count=readers,
+        replicas=readers // getattr(sizes, "sp_size", 1),
+    )

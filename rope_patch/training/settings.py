@@ -16,14 +16,14 @@ import yaml
 from transformers import TrainingArguments, integrations
 
 from rope_patch.extension import Extension
-from rope_patch.methods.plugins import load_plugin
-from rope_patch.training import recipe_files, stage_keys
+from rope_patch.methods.origin import load_plugin
+from rope_patch.training import recipe_files
+from rope_patch.training import stage as stage_keys
 from rope_patch.training.data.arguments import DataArguments
 from rope_patch.training.data.row_positions import check_leaky
 from rope_patch.training.objective.arguments import ObjectiveArguments, check_objective
-from rope_patch.training.recipe_parser import Parser, RecipeParser, with_underscores
+from rope_patch.training.recipe_files import Parser, RecipeParser, with_underscores
 from rope_patch.training.stage import Stage
-from rope_patch.training.unsupported_keys import UNSUPPORTED_KEYS
 from rope_patch.utils.errors import did_you_mean, one_line
 from rope_patch.utils.strict_yaml import read_yaml
 
@@ -420,3 +420,22 @@ def _validate(settings: Settings) -> None:
         extension.tokens > 0 and math.isfinite(extension.tokens)
     ):
         raise ValueError(f"tokens must be above 0, got {extension.tokens}")
+
+
+UNSUPPORTED_KEYS = {
+    "num_train_epochs": "rows are streamed without end: say max_steps or tokens",
+    "load_best_model_at_end": "there is no validation set; retrieval_steps and rope-patch eval "
+    "say how good the model is",
+    "resume_from_checkpoint": "say resume: auto, or resume: PATH",
+    "auto_find_batch_size": "memory is planned ahead: rope-patch finetune --plan",
+    "eval_strategy": "say retrieval_steps: N",
+    "eval_steps": "say retrieval_steps: N",
+    "logging_nan_inf_filter": "a loss that is not a number stops the training",
+    "push_to_hub": "upload the finished model's folder: hf upload NAME out/finetune/model",
+    "ignore_data_skip": "rows go on where they were",
+    "remove_unused_columns": "rows have no columns that are not used",
+    "include_num_input_tokens_seen": "tokens are counted anyway",
+    "activation_checkpointing": "say gradient_checkpointing",
+    "loop": "the Trainer takes the same steps; the plain loop is recipes/experiments/"
+    "training_loop.py of the repository",
+}

@@ -27,10 +27,9 @@ from rope_patch.training import checkpoints
 from rope_patch.training.curriculum import run_stages
 from rope_patch.training.memory import plan
 from rope_patch.training.model_setup import PreparedModel, prepare_model
-from rope_patch.training.needle_callback import needles_of
-from rope_patch.training.parameter_groups import decayed_names, require_undecayed_embeddings
+from rope_patch.training.monitor import needles_of
+from rope_patch.training.optimizer import decayed_names, keep_settings, require_undecayed_embeddings
 from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
-from rope_patch.training.schedule import keep_settings
 from rope_patch.training.settings import Settings, parse_settings
 from rope_patch.transformers_api.training import require_overridable
 from rope_patch.utils import atomic_files

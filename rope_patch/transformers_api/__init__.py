@@ -7,11 +7,9 @@ each, whose text says which releases have which form. The rest of the package im
 
 - `forwards`: the arguments of a forward, by kind before name: tokens, positions, mask, cache.
 - `caches`: classes of caches and their layers, paged caches, the cache in an output.
-- `generation`: the steps of `generate`, continuous batching, and `transformers serve`.
-- `models`: registries of rotations, attentions and model classes, and parts of models.
-- `chat_templates`: the clock of chat templates.
+- `generation`: the steps of `generate`, continuous batching, `transformers serve`, chat templates.
+- `models`: the installed release and the newest tested one, registries, and parts of models.
 - `training`: what the Trainer calls.
-- `releases`: the installed release, and the newest one that was tested.
 
 What is looked for and not there is refused by name, together with the installed release; nothing
 here returns a guess. Open `forwards` first.
@@ -24,9 +22,9 @@ front(
     {
         "attention_functions": "AttentionCall read_call",
         "caches": "cache_in_output is_cache is_paged",
-        "forwards": "ForwardCall cache_among cache_arguments cache_parameter",
+        "forwards": "cache_among cache_arguments cache_parameter ForwardCall",
         "generation": "served_folder",
-        "releases": "NEWEST_TESTED",
+        "models": "NEWEST_TESTED",
         "training": "require_overridable",
     },
 )

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from rope_patch.transformers_api.forwards import POSITIONS
-from rope_patch.transformers_api.models import EAGER_ATTENTION
-from rope_patch.transformers_api.releases import installed_release
+from rope_patch.transformers_api.models import EAGER_ATTENTION, installed_release
 from rope_patch.utils.errors import Refused
 
 # Flash attention packs where all are given.

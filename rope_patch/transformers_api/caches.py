@@ -15,7 +15,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from rope_patch.transformers_api.releases import installed_release
+from rope_patch.transformers_api.models import installed_release
 from rope_patch.utils.errors import Refused
 
 __all__ = [

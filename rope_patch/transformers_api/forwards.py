@@ -27,7 +27,7 @@ from rope_patch.transformers_api.caches import (
     is_paged,
     self_attention_part,
 )
-from rope_patch.transformers_api.releases import installed_release
+from rope_patch.transformers_api.models import installed_release
 from rope_patch.utils.errors import Refused
 
 CACHE_NAMES = ("cache", "past_key_values")

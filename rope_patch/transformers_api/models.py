@@ -1,12 +1,15 @@
-"""Registries of rotations, attentions and model classes, and parts of models."""
+"""The installed release of transformers, its registries, and parts of its models."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rope_patch.transformers_api.releases import installed_release
+from packaging.version import Version
+
 from rope_patch.utils.errors import Refused
 
 APPLY_ROTATION = "apply_rotary_pos_emb"  # the global by which most attentions rotate
@@ -95,3 +98,22 @@ def decoder_output(hidden: Any) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
+
+
+NEWEST_TESTED = "5.24.0"
+
+
+@functools.cache  # reading a package's metadata takes a millisecond, and every patch asks
+def transformers_version() -> str:
+    """Return the installed release of transformers."""
+    return version("transformers")
+
+
+def installed_release() -> str:
+    """Return "transformers 5.24.0", for messages."""
+    return f"transformers {transformers_version()}"
+
+
+def is_newer_than_tested() -> bool:
+    """Return whether the installed transformers is newer than the newest tested one."""
+    return Version(transformers_version()) > Version(NEWEST_TESTED)

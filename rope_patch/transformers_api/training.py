@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from rope_patch.transformers_api.releases import installed_release
+from rope_patch.transformers_api.models import installed_release
 from rope_patch.utils.errors import Refused
 
 __all__ = ["ExportableState", "TrainerCallback", "require_overridable"]

@@ -5,19 +5,21 @@ from rope_patch.utils.front import front
 front(
     __name__,
     {
-        "atomic_files": "NotWritten add_write_advice atomic_write explain_write_errors "
-        "require_writable_file require_writable_folder",
-        "checksums": "add_checksum digest file_sha256 json_digest seal unseal verify_checksum",
-        "errors": "describe_error did_you_mean one_line",
-        "escaping": "escape_markdown markdown_block markdown_code markdown_prose printable",
-        "figure_file": "render_figure",
-        "journal": "JournalFile check_lines",
-        "notebook": "text_html",
+        "atomic_files": (
+            "add_write_advice atomic_write explain_write_errors NotWritten "
+            "require_writable_file require_writable_folder"
+        ),
+        "checksums": ("add_checksum digest file_sha256 json_digest seal unseal verify_checksum"),
+        "errors": (
+            "describe_error did_you_mean escape_markdown markdown_block "
+            "markdown_code markdown_prose one_line printable text_html"
+        ),
+        "figures": "PALETTE render_figure",
+        "installation": "version",
+        "journal": "check_lines JournalFile",
         "plain_text": "align format_duration",
-        "plot_style": "PALETTE",
         "processes": "Processes",
         "progress": "progress_bar",
         "provenance": "config_fingerprint fingerprint",
-        "versions": "version",
     },
 )

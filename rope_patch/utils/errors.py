@@ -1,11 +1,13 @@
-"""Errors in one line, for reports, logs and the texts of other errors."""
+"""Errors in one line, and words of others in Markdown, on terminals and in notebooks."""
 
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
+from html import escape
 from typing import Any
 
 _READERS = ("torch.serialization", "torch._weights_only_unpickler")
@@ -76,3 +78,62 @@ def is_weights_file_error(error: BaseException) -> bool:
     """Return whether torch raised an error while it read a .bin file of weights."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") in _READERS for frame, _ in frames)
+
+
+def escape_markdown(text: object) -> str:
+    """Return a text as one line of Markdown that shows it, also within a table."""
+    return _escape(one_line(text, max_length=None))
+
+
+def markdown_prose(text: object) -> str:
+    """Return a sentence as one line of Markdown; what stands between backticks is code."""
+    words, *rest = re.split(r"`([^`]+)`", one_line(text, max_length=None))
+    pairs = zip(rest[::2], rest[1::2], strict=True)
+    return _escape(words) + "".join(markdown_code(code) + _escape(after) for code, after in pairs)
+
+
+def markdown_code(text: object) -> str:
+    """Return a text as code within a line of Markdown, whatever backticks it has."""
+    line = one_line(text, max_length=None)
+    fence = "`" * (1 + _longest_run(line))
+    return f"{fence} {line} {fence}" if "`" in line else f"{fence}{line}{fence}"
+
+
+def markdown_block(text: object, language: str = "") -> str:
+    """Return lines as a block of code in Markdown, whatever backticks they have."""
+    lines = printable(text)
+    fence = "`" * max(3, 1 + _longest_run(lines))
+    return f"{fence}{language}\n{lines}\n{fence}"
+
+
+def printable(text: object) -> str:
+    """Return a text whose characters cannot control a terminal; lines stay lines."""
+    return "".join(c if c.isprintable() or c in "\n\t" else " " for c in str(text))
+
+
+def _escape(line: str) -> str:
+    # Entities, because not every reader of Markdown takes a backslash before a bracket of HTML.
+    return re.sub(r"([\\`*_{}\[\]|~$]|(?<!&)#)", r"\\\1", escape(line, quote=False))
+
+
+def _longest_run(text: str) -> int:
+    """Return the length of the longest run of backticks."""
+    return max(map(len, re.findall("`+", text)), default=0)
+
+
+def text_html(text: str) -> str:
+    """Return a text as a fragment of HTML, its first line as the title.
+
+    Colours and sizes are the notebook's own, light or dark; long lines scroll.
+
+    Args:
+        text: Lines whose columns are aligned.
+    """
+    title, _, rest = text.partition("\n")
+    body = (
+        '<pre style="margin: 0.4em 0 0; padding: 0; background: none; border: 0; color: inherit; '
+        f'white-space: pre; overflow-x: auto">{escape(rest)}</pre>'
+        if rest
+        else ""
+    )
+    return f"<div><strong>{escape(title)}</strong>{body}</div>"

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from rope_patch.utils.versions import version
+from rope_patch.utils.installation import version
 
 
 class Hardware(TypedDict):

@@ -9,9 +9,8 @@ __all__ = ["Verification", "verify"]
 front(
     __name__,
     {
-        "engine": "CannotVerify",
+        "clients": "CannotReach CannotVerify HttpError JsonClient",
         "engine_detection": "open_engine",
-        "http_json": "CannotReach HttpError JsonClient",
         "probe_prompts": "ProbePrompt",
         "reference": "Reference",
     },

@@ -15,19 +15,13 @@ import torch
 from rope_patch.extension import Extension
 from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.utils.progress import progress_bar
-from rope_patch.verifying.asked_rotation import AskedRotation
-from rope_patch.verifying.engine import CannotVerify, Engine, Observation
+from rope_patch.verifying.clients import CannotReach, CannotVerify, Engine, Observation
 from rope_patch.verifying.engine_detection import open_engine
-from rope_patch.verifying.evidence import Evidence
-from rope_patch.verifying.http_json import CannotReach
-from rope_patch.verifying.hypotheses import make_hypotheses
-from rope_patch.verifying.identity import measure_noise
+from rope_patch.verifying.hypotheses import AskedRotation, make_hypotheses
 from rope_patch.verifying.probe_prompts import ProbePrompt, PromptMaker, make_prompt_maker
-from rope_patch.verifying.reference import Reference
-from rope_patch.verifying.request import VerifyRequest
-from rope_patch.verifying.subject import Subject, open_subject
-from rope_patch.verifying.verdict import Verdict, judge
-from rope_patch.verifying.verification import Verification
+from rope_patch.verifying.reference import Reference, Subject, measure_noise, open_subject
+from rope_patch.verifying.verdict import Evidence, Verdict, judge
+from rope_patch.verifying.verification import Verification, VerifyRequest
 
 logger = logging.getLogger("rope_patch")
 

@@ -1,25 +1,38 @@
-"""The reference: transformers' log-probabilities of a prompt's tokens under each hypothesis."""
+"""The reference: transformers' log-probabilities of a prompt's tokens under each hypothesis.
+
+Whether an engine serves the model that it is compared with, and the noise of its numbers. The
+second token of a text sees one key, so its attention weight is 1 under any rotation: what engine
+and reference differ by there is weights, vocabulary and numerics alone. Attention sinks (gpt-oss)
+share that weight, and the attention factor decides how much of it they get.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import DynamicCache
 
+from rope_patch.entry_points import patch_rotation
+from rope_patch.extension import Extension
 from rope_patch.inference.prefix_reader import input_device
 from rope_patch.methods.base import Rotation
-from rope_patch.patching import patch_rotation
-from rope_patch.patching.frequency_buffers import set_frequencies
-from rope_patch.patching.mla_scale import base_softmax_scale, find_mla_attentions
+from rope_patch.patching import current
+from rope_patch.patching.architecture.frequency_buffers import set_frequencies
+from rope_patch.patching.architecture.mla_scale import base_softmax_scale, find_mla_attentions
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.pretrained import demo
+from rope_patch.pretrained.loading import has_tokenizer, load, read_model, read_tokenizer
+from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.transformers_api.forwards import cache_arguments
-from rope_patch.verifying.asked_rotation import AskedRotation
-from rope_patch.verifying.hypothesis import WRAPS, Hypothesis
-from rope_patch.verifying.probe_prompts import ProbePrompt
+from rope_patch.verifying.clients import CannotVerify, Engine, Observation
+from rope_patch.verifying.hypotheses import WRAPS, AskedRotation, Hypothesis
+from rope_patch.verifying.probe_prompts import PAIR, ProbePrompt, PromptMaker
+from rope_patch.verifying.verdict import LEAST
 
 _CHUNK = 2**25  # numbers in the log-softmax at once
 
@@ -146,3 +159,158 @@ def _gather(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
             for part, ids in zip(logits.split(rows), tokens.split(rows), strict=True)
         ]
     )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model to compare with.
+
+    Attributes:
+        model: The model, without a patch.
+        extension: What is asked of the engine; None for the checkpoint's own rotation.
+        tokenizer: Its tokenizer; None if there is none.
+    """
+
+    model: Any
+    extension: Extension | None
+    tokenizer: Any
+
+
+@contextmanager
+def open_subject(
+    against: Any, extension: Extension | None, engine: Any, **loading: Any
+) -> Iterator[Subject]:
+    """Yield the model to compare with; a live one gets its patch back afterwards.
+
+    Args:
+        against: A model's folder, its name on the Hub, `demo`, or a live model.
+        extension: The request; None for the patch that the model has or was saved with, or else
+            the checkpoint's own rotation.
+        engine: The live model that is verified, if one is.
+        **loading: Arguments of `rope_patch.load`.
+
+    Raises:
+        CannotVerify: Both are one object.
+        ValueError: The model cannot be read, or the request cannot be met.
+    """
+    if isinstance(against, nn.Module):
+        if against is engine:
+            raise CannotVerify(
+                "against is the very model that is verified, expected one to compare it with: give "
+                "the checkpoint's folder, or copy.deepcopy(model) without the changes"
+            )
+        handle = current(against)
+        if handle is None:
+            yield Subject(against, extension, None)
+            return
+        handle._deactivate()
+        try:
+            yield Subject(against, extension or handle.extension, None)
+        finally:
+            handle._restore(against)
+        return
+    path = demo.resolve_model_path(against) if isinstance(against, str) else against
+    gguf_file = loading.get("gguf_file")
+    tokenizer = None
+    if gguf_file is not None or has_tokenizer(path):
+        tokenizer = read_tokenizer(path, gguf_file=gguf_file)
+    if extension is None and patch_to_restore(path) is None:
+        yield Subject(read_model(path, **loading), None, tokenizer)
+        return
+    model = load(path, extension, **loading)
+    handle = current(model)
+    if handle is None:
+        raise CannotVerify(
+            f"{against} has no rotation, expected a decoder with RoPE: verify compares rotations"
+        )
+    handle.undo()
+    yield Subject(model, handle.extension, tokenizer)
+
+
+_PAIRS = 16
+_OTHER_MODEL = 1.5  # nats a token: more than weights of four bits lose
+_QUIET = 1e-3  # nats a token: too little to look for an attention factor in it
+
+
+def measure_noise(
+    engine: Engine, reference: Reference, maker: PromptMaker, hypotheses: Sequence[Hypothesis]
+) -> float:
+    """Return the mean difference of engine and reference without rotation, in nats a token.
+
+    Args:
+        engine: The engine.
+        reference: The model to compare with.
+        maker: The maker of prompts.
+        hypotheses: The rotations that the engine may have. The noise is that of the closest one,
+            where attention sinks let attention factors act.
+
+    Raises:
+        CannotVerify: The engine has another vocabulary, or serves another model.
+    """
+    size = reference.asked.config.vocab_size
+    # Engines round vocabularies up, and leave out what a checkpoint pads its own with.
+    if engine.vocab_size is not None and engine.vocab_size < max(maker.vocabulary) + 1:
+        raise CannotVerify(
+            f"{engine.name} has a vocabulary of {engine.vocab_size:,} tokens, expected the "
+            f"model's {size:,}: give --against the model that it serves"
+        )
+    prompts = _possible_pairs(reference, maker)
+    observations: list[Observation] = [engine.observe(prompt) for prompt in prompts]
+    observed = torch.tensor([v for each in observations for v in each.log_probs]).double()
+    answered = [each.prompt for each in observations if each.prompt.scored]
+    if not answered:
+        raise CannotVerify(
+            f"{engine.name} has no log-probability for any of {_PAIRS} tokens, expected one for "
+            "each: turn log-probabilities on"
+        )
+    noise = _difference(observed, reference.plain_log_probs(answered))
+    if noise > _QUIET:
+        by_factor = {_attention_factors(each): each for each in reversed(hypotheses)}
+        noise = min(
+            noise,
+            *(
+                _difference(observed, _log_probs(reference, each, answered))
+                for each in by_factor.values()
+            ),
+        )
+    if noise > _OTHER_MODEL:
+        raise CannotVerify(
+            f"{engine.name} serves another model: expected the model's log-probabilities where no "
+            f"rotation has influence, got others, {noise:.2g} nats a token away: give --against "
+            "the model that it serves"
+        )
+    return noise
+
+
+def _possible_pairs(reference: Reference, maker: PromptMaker) -> list[ProbePrompt]:
+    """Return pairs of random tokens, with second ones that the model finds possible.
+
+    Of a large vocabulary, few are (an eighth of SmolLM2's). An engine and a reference that both
+    find a token impossible say nothing about noise.
+    """
+    vocabulary = torch.tensor(maker.vocabulary)
+    pairs = []
+    for pair in (maker.make(PAIR, 2) for _ in range(_PAIRS)):
+        first, second = pair.ids
+        log_probs = reference.plain_next_log_probs(first)[vocabulary]
+        possible = vocabulary[log_probs > LEAST].tolist() or [int(vocabulary[log_probs.argmax()])]
+        if second not in possible:
+            second = possible[second % len(possible)]
+        pairs.append(replace(pair, ids=(first, second)))
+    return pairs
+
+
+def _difference(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((observed.clamp(min=LEAST) - expected.clamp(min=LEAST)).abs().mean())
+
+
+def _attention_factors(hypothesis: Hypothesis) -> tuple[float, ...]:
+    rotation = hypothesis.rotation(2)
+    factors = [each.attention_factor for each in rotation.frequencies.values()]
+    return (*factors, rotation.softmax_mscale)
+
+
+def _log_probs(
+    reference: Reference, hypothesis: Hypothesis, prompts: Sequence[ProbePrompt]
+) -> torch.Tensor:
+    return torch.cat([reference.log_probs(hypothesis, prompt) for prompt in prompts])

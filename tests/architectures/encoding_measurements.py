@@ -14,7 +14,7 @@ from helpers.rotary_modules import find_rotaries
 
 import rope_patch
 from rope_patch import Extension
-from rope_patch.patching import check_encoding
+from rope_patch.entry_points import check_encoding
 
 FACTOR = 2
 SHORT = 40

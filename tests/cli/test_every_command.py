@@ -154,7 +154,7 @@ def test_a_model_that_does_not_exist_is_an_error():
 
 
 def test_a_newer_transformers_is_named(monkeypatch):
-    monkeypatch.setattr("rope_patch.transformers_api.releases.transformers_version", lambda: "99.0")
+    monkeypatch.setattr("rope_patch.transformers_api.models.transformers_version", lambda: "99.0")
     facts = json.loads(run_in_this_process("env", "--json").stdout)
     assert "newer than" in facts["transformers"]
 

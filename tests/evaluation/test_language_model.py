@@ -292,7 +292,7 @@ def test_batches_fit_into_their_memory(llama, tokenizer, monkeypatch):
         max(len(tokenizer(text).input_ids) for text, _ in arguments) + SETTINGS["max_gen_toks"]
     )
     limit = {"cpu": 2 * longest * token_bytes}
-    monkeypatch.setattr("rope_patch.evaluation.answerer._MAX_CACHE", limit)
+    monkeypatch.setattr("rope_patch.evaluation.answers._MAX_CACHE", limit)
     shapes = record_inputs(llama)
     assert ask(lm_for(llama, tokenizer), "generate_until", arguments) == expected
     assert max(rows for rows, _ in shapes) == 2

@@ -17,10 +17,10 @@ from helpers.user_tasks import write_tasks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
+from rope_patch.entry_points import check
 from rope_patch.evaluation import EvalRequest, LongContextLM, config_overrides, engine_commands
 from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.methods import registered_methods
-from rope_patch.patching import check
 
 ASSETS = Path(__file__).parents[1] / "assets"
 LLAMA = str(ASSETS / "tiny-llama")

@@ -36,7 +36,7 @@ def without_times(results):
 
 
 def test_training_after_an_interruption_ends_with_the_same_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.lab.trainer.CHECKPOINT_STEPS", 2)
+    monkeypatch.setattr("rope_patch.lab.cell_run.CHECKPOINT_STEPS", 2)
     whole, first, second = make_trainer(), make_trainer(), make_trainer()
     whole.train(tmp_path / "whole.pt", lambda tokens: None)
     steps = iter(range(3))
@@ -85,7 +85,7 @@ def test_losses_fall_on_text(tmp_path, encoding):
 
 
 def _run_with_early_checkpoints(settings, folder):
-    mock.patch("rope_patch.lab.trainer.CHECKPOINT_STEPS", 5).start()
+    mock.patch("rope_patch.lab.cell_run.CHECKPOINT_STEPS", 5).start()
     run_lab(settings, folder)
 
 

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rope_patch.ops.kernels import cache_write, qk_norm_rope, rerotate, rope, weight_gradient_sum
+from rope_patch.ops.kernels import cache_write, qk_norm_rope, qk_norm_rope_kernels, rerotate, rope
 from rope_patch.ops.kernels.launcher import Launcher, LaunchSpec
 
 TARGETS = {
@@ -199,7 +199,7 @@ def record_launch(job: Job) -> Launch:
     if job.kernel in CACHE_KERNELS:
         return recorders[cache_write, "_launcher"].launch
     if job.kernel == "sum of weights":
-        return recorders[weight_gradient_sum, "_launcher"].launch
+        return recorders[qk_norm_rope_kernels, "_launcher"].launch
     direction = "forward" if job.kernel == "norm" else "backward"
     return recorders[qk_norm_rope, f"_{direction}_launcher"].launch
 
@@ -209,7 +209,7 @@ def _recorders() -> Iterator[dict[Any, LaunchRecorder]]:
     """Let all launchers record; yield the recorders by module and name."""
     launchers = {
         (module, name): value
-        for module in (rope, qk_norm_rope, rerotate, weight_gradient_sum, cache_write)
+        for module in (rope, qk_norm_rope, rerotate, qk_norm_rope_kernels, cache_write)
         for name, value in vars(module).items()
         if isinstance(value, Launcher)
     }

@@ -35,7 +35,7 @@ from rope_patch.ops import dispatch, self_check
 from rope_patch.ops.kernels.launcher import Launcher
 from rope_patch.patching.architecture.attention_source import APPLY
 from rope_patch.patching.kernels import attention_forward
-from rope_patch.patching.kernels.position_passthrough import PositionPassthrough
+from rope_patch.patching.kernels.attention_forward import PositionPassthrough
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.models import model_file
 

@@ -7,6 +7,7 @@ import torch
 from helpers.tiny_models import make_model
 
 import rope_patch
+from rope_patch.encodings import BucketsSite, LearnedTableSite, SinusoidalTableSite, SlopesSite
 from rope_patch.methods import (
     ENCODING_METHODS,
     Frequencies,
@@ -16,7 +17,6 @@ from rope_patch.methods import (
     outside_methods,
     registered_methods,
 )
-from rope_patch.patching import BucketsSite, LearnedTableSite, SinusoidalTableSite, SlopesSite
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 ABOUT = {"paper": "nobody, 2026", "training": "needed"}

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from rope_patch.ops import cpu, rope_from_cos_sin
+from rope_patch.ops import plain_torch, rope_from_cos_sin
 from rope_patch.ops.reference import rotate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -17,8 +17,8 @@ LENGTHS = [0, 1, 5, 49]
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
     """Lower the limits to 16 tokens of 4 heads of 128, so that small tensors take all paths."""
-    monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 16 * 4 * 128)
-    monkeypatch.setattr(cpu, "_JOINED_NUMEL", 8 * 4 * 128)
+    monkeypatch.setattr(plain_torch, "_BLOCK_NUMEL", 16 * 4 * 128)
+    monkeypatch.setattr(plain_torch, "_JOINED_NUMEL", 8 * 4 * 128)
 
 
 def heads(count, tokens, dim=128, batch=2, dtype=torch.float32, seed=0):
@@ -184,9 +184,9 @@ def test_block_size_does_not_change_results(dtype, monkeypatch):
     full = full_tables(49, batch=2)
     results = []
     for size in (1, 1000, 16 * 4 * 128, 2**30):
-        monkeypatch.setattr(cpu, "_BLOCK_NUMEL", size)
+        monkeypatch.setattr(plain_torch, "_BLOCK_NUMEL", size)
         results.append(rope_from_cos_sin(q, k, *full))
-    monkeypatch.setattr(cpu, "_JOINED_NUMEL", 2**30)
+    monkeypatch.setattr(plain_torch, "_JOINED_NUMEL", 2**30)
     results.append(rope_from_cos_sin(q, k, *full))
     for got in results[1:]:
         assert all(a.equal(b) for a, b in zip(got, results[0], strict=True))
@@ -200,8 +200,8 @@ def test_block_size_does_not_change_results(dtype, monkeypatch):
 @pytest.mark.parametrize("required", ["q", "k", "qk", "q alone"])
 def test_gradients(required, tokens, interleaved, monkeypatch):
     """Rotate both at once, one after the other, and in blocks of tokens."""
-    monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 3 * 2 * 6)
-    monkeypatch.setattr(cpu, "_JOINED_NUMEL", 3 * 6)
+    monkeypatch.setattr(plain_torch, "_BLOCK_NUMEL", 3 * 2 * 6)
+    monkeypatch.setattr(plain_torch, "_JOINED_NUMEL", 3 * 6)
     q, k = heads(2, tokens, 6, 1).double(), heads(1, tokens, 6, 1, seed=1).double()
     full = [c.double() for c in full_tables(tokens, 4, interleaved=interleaved)]
     inputs = [q, None] if required == "q alone" else [q, k]

@@ -38,7 +38,7 @@ METHODS = {
     "the checkpoint's own LongRoPE": ("linear", {"factor": 2}, LONGROPE),
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-USE_TRITON = "rope_patch.patching.kernels.position_passthrough.use_triton"
+USE_TRITON = "rope_patch.patching.kernels.attention_forward.use_triton"
 
 
 @pytest.fixture(params=["cpu", "as on a GPU"])

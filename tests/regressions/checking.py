@@ -7,35 +7,35 @@ _CHECKS = "tests/diagnosing/checks"
 DEFECTS = [
     Defect(
         "an engine's noise is measured on tokens that engine and model find impossible",
-        "rope_patch/verifying/identity.py",
+        "rope_patch/verifying/reference.py",
         "        if second not in possible:\n            second = possible[second % len(possible)]\n",
         "",
         ("tests/verifying/test_verdicts.py::test_noise_is_measured_on_tokens_that_are_possible",),
     ),
     Defect(
         "saved frequencies meet new angles, because float32 and float64 differ in the last bit",
-        "rope_patch/diagnosing/pairs.py",
+        "rope_patch/diagnosing/advice.py",
         "self.turns_at_length > self.turns * (1 + _ROUNDING)",
         "self.turns_at_length > self.turns",
         ("tests/diagnosing/test_diagnosis.py::test_rounding_is_no_new_angle",),
     ),
     Defect(
         "a table of pairs counts a map's texts by their length, not by its distances",
-        "rope_patch/diagnosing/pairs.py",
+        "rope_patch/diagnosing/advice.py",
         "    distance = length if largest_distance is None else largest_distance\n",
         "    distance = length\n",
         ("tests/diagnosing/test_diagnosis.py::test_maps_keep_pairs_within_the_angles_of_training",),
     ),
     Defect(
         "overwritten frequencies are called an edit of the config that nobody made",
-        "rope_patch/diagnosing/checks/live_model.py",
+        "rope_patch/diagnosing/live_checks.py",
         "    if same or not as_built:\n        return None\n",
         "    return None\n",
         (f"{_CHECKS}/test_initialisation.py::test_overwritten_frequencies_are_no_edited_config",),
     ),
     Defect(
         "a softmax scale of latent attention that lost its mscale is healthy",
-        "rope_patch/diagnosing/checks/initialisation.py",
+        "rope_patch/diagnosing/live_checks.py",
         "    lost = list(lost_softmax_scales(subject.model, subject.handle))\n",
         "    lost = []\n",
         (
@@ -44,7 +44,7 @@ DEFECTS = [
     ),
     Defect(
         "frequencies that were never computed are healthy where a patched model lost them",
-        "rope_patch/diagnosing/checks/initialisation.py",
+        "rope_patch/diagnosing/live_checks.py",
         "    for rotary, name in lost_patched_buffers(subject.model, subject.handle):\n",
         "    for rotary, name in ():\n",
         (
@@ -53,7 +53,7 @@ DEFECTS = [
     ),
     Defect(
         "uneven factors of a config count as frequencies that were lost",
-        "rope_patch/diagnosing/checks/initialisation.py",
+        "rope_patch/diagnosing/live_checks.py",
         "            continue  # as transformers computes them, however odd the config's factors are\n",
         "            pass\n",
         (
@@ -62,21 +62,21 @@ DEFECTS = [
     ),
     Defect(
         "a misspelt key of rope_parameters is not named",
-        "rope_patch/diagnosing/checks/config_scaling.py",
+        "rope_patch/diagnosing/config_checks.py",
         "        yield from _misspelt_keys(layer)\n",
         "",
         (f"{_CHECKS}/test_silent_misconfigurations.py::test_misspelt_keys",),
     ),
     Defect(
         "a longer max_position_embeddings on a live model counts as an extension",
-        "rope_patch/diagnosing/checks/live_model.py",
+        "rope_patch/diagnosing/live_checks.py",
         "            yield from _raised_max_positions_finding(facts, rotary)\n",
         "",
         (f"{_CHECKS}/test_silent_misconfigurations.py::test_length_edited_after_loading",),
     ),
     Defect(
         "a flat dict beside layer types, which transformers ignores, counts as a scaling",
-        "rope_patch/diagnosing/checks/config_scaling.py",
+        "rope_patch/diagnosing/config_checks.py",
         "    yield from _flat_dict_finding(facts)\n",
         "",
         (
@@ -85,7 +85,7 @@ DEFECTS = [
     ),
     Defect(
         "the key is sent to whatever server a redirect names",
-        "rope_patch/verifying/http_json.py",
+        "rope_patch/verifying/clients.py",
         "        if _origin(newurl) != _origin(req.full_url):\n",
         "        if False:\n",
         (
@@ -94,7 +94,7 @@ DEFECTS = [
     ),
     Defect(
         "a redirect to another port of one host counts as the same server",
-        "rope_patch/verifying/http_json.py",
+        "rope_patch/verifying/clients.py",
         "    return parts.scheme, parts.hostname, standard if parts.port is None else parts.port\n",
         "    return parts.scheme, parts.hostname, standard\n",
         (
@@ -103,7 +103,7 @@ DEFECTS = [
     ),
     Defect(
         "a server that sends a byte a second never meets the deadline",
-        "rope_patch/verifying/http_json.py",
+        "rope_patch/verifying/clients.py",
         "        thread.join(max(left, 0.0))\n",
         "        thread.join(20.0)\n",
         (
@@ -112,7 +112,7 @@ DEFECTS = [
     ),
     Defect(
         "each answer may take the whole time budget",
-        "rope_patch/verifying/http_json.py",
+        "rope_patch/verifying/clients.py",
         "        left = self.seconds - self._waited\n",
         "        left = self.seconds\n",
         (
@@ -121,7 +121,7 @@ DEFECTS = [
     ),
     Defect(
         "a garbage status line is a crash",
-        "rope_patch/verifying/http_json.py",
+        "rope_patch/verifying/clients.py",
         "        except http.client.HTTPException as error:\n",
         "        except ZeroDivisionError as error:\n",
         (
@@ -153,7 +153,7 @@ DEFECTS = [
     ),
     Defect(
         "the file of a graph that llama.cpp lacks is verified as transformers rotates it",
-        "rope_patch/verifying/local_files.py",
+        "rope_patch/verifying/engine_detection.py",
         "    if what_graph_reads(architecture) is None:\n",
         "    if False:\n",
         (
@@ -162,7 +162,7 @@ DEFECTS = [
     ),
     Defect(
         "a folder that was saved with a patch is verified as the plain model",
-        "rope_patch/verifying/local_files.py",
+        "rope_patch/verifying/engine_detection.py",
         "    read = read_model if patch_to_restore(path) is None else load\n",
         "    read = read_model\n",
         ("tests/verifying/test_local_files.py::test_folder_that_save_wrote",),

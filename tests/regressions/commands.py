@@ -33,7 +33,7 @@ DEFECTS = [
     ),
     Defect(
         "Ctrl-C in the midst of an import ends in a traceback",
-        "rope_patch/cli/interrupt.py",
+        "rope_patch/cli/runtime.py",
         "    if _is_importing(frame):\n",
         "    if False:\n",
         ("tests/cli/test_interrupt.py::test_interrupt_during_imports_is_one_line",),
@@ -159,21 +159,21 @@ DEFECTS = [
     ),
     Defect(
         "a name in Markdown is HTML",
-        "rope_patch/utils/escaping.py",
+        "rope_patch/utils/errors.py",
         'r"\\\\\\1", escape(line, quote=False))',
         'r"\\\\\\1", line)',
         ("tests/utils/test_escaping.py::test_markdown_shows_the_name_and_nothing_else",),
     ),
     Defect(
         "backticks within code end the code",
-        "rope_patch/utils/escaping.py",
+        "rope_patch/utils/errors.py",
         '    fence = "`" * (1 + _longest_run(line))\n',
         '    fence = "`"\n',
         ("tests/utils/test_escaping.py::test_markdown_shows_the_name_and_nothing_else",),
     ),
     Defect(
         "backticks within a block of code end the block",
-        "rope_patch/utils/escaping.py",
+        "rope_patch/utils/errors.py",
         '    fence = "`" * max(3, 1 + _longest_run(lines))\n',
         '    fence = "```"\n',
         ("tests/utils/test_escaping.py::test_a_block_of_code_cannot_be_left",),
@@ -233,7 +233,7 @@ DEFECTS = [
     ),
     Defect(
         "the picture of a diagnosis has no colours for dark screens",
-        "rope_patch/utils/figure_file.py",
+        "rope_patch/utils/figures.py",
         "    return _with_dark_colours(svg).encode()\n",
         "    return svg.encode()\n",
         ("tests/utils/test_progress.py::test_each_colour_has_a_rule_for_dark_screens",),

@@ -3,8 +3,8 @@
 from regressions.defect import Defect
 
 _TESTS = "tests/patching"
-_SITES = "rope_patch/patching/encodings"
-_ENCODE = "rope_patch/patching/replacement"
+_SITES = "rope_patch/encodings/sites"
+_ENCODE = "rope_patch/encodings/replacement"
 
 DEFECTS = [
     Defect(
@@ -19,7 +19,7 @@ DEFECTS = [
     given += [node.value for node in assigned]
 """,
         "",
-        (f"{_TESTS}/replacement/test_other_decoders.py",),
+        ("tests/encodings/replacement/test_other_decoders.py",),
     ),
     Defect(
         "a bias of `encode` hides every key of Doge, whose attention makes a mask from it",
@@ -27,7 +27,7 @@ DEFECTS = [
         "    if others := sorted(each.__name__ for each in classes if not hands_mask_on(each)):\n",
         "    if others := []:\n",
         (
-            f"{_TESTS}/replacement/test_other_decoders.py::test_attentions_that_a_bias_cannot_reach_are_refused",
+            "tests/encodings/replacement/test_other_decoders.py::test_attentions_that_a_bias_cannot_reach_are_refused",
         ),
     ),
     Defect(
@@ -35,14 +35,16 @@ DEFECTS = [
         f"{_ENCODE}/entry_point.py",
         "    return {decoder.config.num_attention_heads} if None in heads else heads\n",
         "    return {decoder.config.num_attention_heads}\n",
-        (f"{_TESTS}/replacement/test_other_decoders.py::test_heads_are_those_of_the_attentions",),
+        (
+            "tests/encodings/replacement/test_other_decoders.py::test_heads_are_those_of_the_attentions",
+        ),
     ),
     Defect(
         "layers without rotation are given one to switch off",
         f"{_ENCODE}/hooks.py",
         "        if rotation is not None and not self.encoding.rotates(self.index):\n",
         "        if not self.encoding.rotates(self.index):\n",
-        (f"{_TESTS}/replacement/test_other_decoders.py::test_chunks_equal_one_pass",),
+        ("tests/encodings/replacement/test_other_decoders.py::test_chunks_equal_one_pass",),
     ),
     Defect(
         "a bias makes attention causal that is not",
@@ -50,7 +52,7 @@ DEFECTS = [
         "                self._require_causality(attention, implementation, kwargs)\n",
         "",
         (
-            f"{_TESTS}/replacement/test_other_decoders.py::test_attention_to_later_tokens_is_refused_under_a_bias",
+            "tests/encodings/replacement/test_other_decoders.py::test_attention_to_later_tokens_is_refused_under_a_bias",
         ),
     ),
     Defect(
@@ -59,7 +61,7 @@ DEFECTS = [
         "            visible = self._last_row_of_blocks()\n",
         "            return self.queries[-1] + 1\n",
         (
-            f"{_TESTS}/replacement/test_encoded_extension.py::test_flex_attention_counts_tokens_and_no_padding",
+            "tests/encodings/replacement/test_encoded_extension.py::test_flex_attention_counts_tokens_and_no_padding",
         ),
     ),
     Defect(
@@ -68,7 +70,7 @@ DEFECTS = [
         "        if self.mask is None:\n            return self.queries[-1] + 1\n",
         "        if self.mask is None or True:\n            return self.queries[-1] + 1\n",
         (
-            f"{_TESTS}/replacement/test_encoded_extension.py::test_dynamic_extensions_count_tokens_and_no_padding",
+            "tests/encodings/replacement/test_encoded_extension.py::test_dynamic_extensions_count_tokens_and_no_padding",
         ),
     ),
     Defect(
@@ -77,8 +79,8 @@ DEFECTS = [
         "        if stretch.is_dynamic and self.is_given_mask:\n",
         "        if False:\n",
         (
-            f"{_TESTS}/encodings/test_t5_buckets.py::test_dynamic_t5_counts_tokens_and_no_padding",
-            f"{_TESTS}/encodings/test_t5_buckets.py::test_dynamic_t5_follows_the_tokens_in_a_static_cache",
+            "tests/encodings/sites/test_t5_buckets.py::test_dynamic_t5_counts_tokens_and_no_padding",
+            "tests/encodings/sites/test_t5_buckets.py::test_dynamic_t5_follows_the_tokens_in_a_static_cache",
         ),
     ),
     Defect(
@@ -86,7 +88,7 @@ DEFECTS = [
         f"{_SITES}/buckets.py",
         "            relative_position = relative_position.clamp(max=0)\n",
         "            pass\n",
-        (f"{_TESTS}/encodings/test_t5_buckets.py",),
+        ("tests/encodings/sites/test_t5_buckets.py",),
     ),
     Defect(
         "FIRE takes slots for positions where layers are given none",
@@ -96,7 +98,7 @@ DEFECTS = [
         "            span = Span(span.queries, span.keys, span.queries[None], span.mask)\n"
         "        if False:\n            raise Refused(\n",
         (
-            f"{_TESTS}/replacement/test_other_decoders.py::test_what_layers_are_given_otherwise_is_refused",
+            "tests/encodings/replacement/test_other_decoders.py::test_what_layers_are_given_otherwise_is_refused",
         ),
     ),
     Defect(
@@ -104,7 +106,9 @@ DEFECTS = [
         f"{_ENCODE}/hooks.py",
         "    return sums.clamp(min=lowest).to(dtype)\n",
         "    return sums.to(dtype)\n",
-        (f"{_TESTS}/replacement/test_caches_and_padding.py::test_masks_stop_at_the_lowest_number",),
+        (
+            "tests/encodings/replacement/test_caches_and_padding.py::test_masks_stop_at_the_lowest_number",
+        ),
     ),
     Defect(
         "a checkpointed layer reads the bias of another forward when it runs again",
@@ -112,7 +116,7 @@ DEFECTS = [
         '        alone = self.layer.training and getattr(self.layer, "gradient_checkpointing", False)\n',
         "        alone = False\n",
         (
-            f"{_TESTS}/replacement/test_caches_and_padding.py::test_checkpointed_layers_give_the_same_gradients",
+            "tests/encodings/replacement/test_caches_and_padding.py::test_checkpointed_layers_give_the_same_gradients",
         ),
     ),
     Defect(
@@ -121,7 +125,7 @@ DEFECTS = [
         "            torch.arange(self.keys, device=device) + self.first_key,\n",
         "            torch.arange(self.keys, device=device),\n",
         (
-            f"{_TESTS}/replacement/test_caches_and_padding.py::test_windows_see_the_same_under_all_caches",
+            "tests/encodings/replacement/test_caches_and_padding.py::test_windows_see_the_same_under_all_caches",
         ),
     ),
     Defect(
@@ -129,29 +133,31 @@ DEFECTS = [
         f"{_ENCODE}/rotations.py",
         "        key = self._scaled(key, middle - keys, 1.0)\n",
         "        key.copy_(self._scaled(key, middle - keys, 1.0))\n",
-        (f"{_TESTS}/replacement/test_caches_and_padding.py::test_cached_steps_equal_one_pass",),
+        (
+            "tests/encodings/replacement/test_caches_and_padding.py::test_cached_steps_equal_one_pass",
+        ),
     ),
     Defect(
         "partial RoPE turns pairs by the frequencies of a whole head",
         f"{_ENCODE}/rotations.py",
         "            theta = theta if self.partial is None else theta ** (1 / share)\n",
         "",
-        (f"{_TESTS}/replacement/test_encode.py::test_equals_a_written_out_decoder",),
+        ("tests/encodings/replacement/test_encode.py::test_equals_a_written_out_decoder",),
     ),
     Defect(
         "a learned table of `encode` reads rows behind its end",
         f"{_ENCODE}/tables.py",
         "        if last >= rows:\n",
         "        if False:\n",
-        (f"{_TESTS}/replacement/test_encode.py::test_learned_rows_end",),
+        ("tests/encodings/replacement/test_encode.py::test_learned_rows_end",),
     ),
     Defect(
         "undoing an encoding leaves the patch on it behind",
-        f"{_ENCODE}/handle.py",
+        f"{_ENCODE}/entry_point.py",
         "        if self.active and (patch := current(self.model)) is not None:\n",
         "        if False:\n",
         (
-            f"{_TESTS}/replacement/test_encode.py::test_a_patched_encoding_is_not_undone_before_its_patch",
+            "tests/encodings/replacement/test_encode.py::test_a_patched_encoding_is_not_undone_before_its_patch",
         ),
     ),
     Defect(
@@ -160,12 +166,12 @@ DEFECTS = [
         "        if before is not None:\n            before.apply()\n        raise\n",
         "        raise\n",
         (
-            f"{_TESTS}/replacement/test_encode.py::test_an_encoding_that_does_not_fit_leaves_the_first",
+            "tests/encodings/replacement/test_encode.py::test_an_encoding_that_does_not_fit_leaves_the_first",
         ),
     ),
     Defect(
         "continuous batching measures the distances of an encoding across requests",
-        f"{_ENCODE}/handle.py",
+        f"{_ENCODE}/entry_point.py",
         '            refusal = f"the encoding {encoding.name!r}" if encoding.reads_slots else None\n',
         "            refusal = None\n",
         (
@@ -184,7 +190,7 @@ DEFECTS = [
         f"{_SITES}/table.py",
         "            undo_log.hook(decoder, before=guard.check, after=guard.mark)\n",
         "            pass\n",
-        (f"{_TESTS}/encodings/test_position_tables.py::test_caches_belong_to_one_table",),
+        ("tests/encodings/sites/test_position_tables.py::test_caches_belong_to_one_table",),
     ),
     Defect(
         "a table that grows by itself adds rows that are not stretched",
@@ -192,7 +198,7 @@ DEFECTS = [
         '        if hasattr(self.module, "make_weights"):\n',
         "        if False:\n",
         (
-            f"{_TESTS}/encodings/test_position_tables.py::test_tables_that_grow_by_themselves_stay_stretched",
+            "tests/encodings/sites/test_position_tables.py::test_tables_that_grow_by_themselves_stay_stretched",
         ),
     ),
     Defect(
@@ -200,7 +206,7 @@ DEFECTS = [
         f"{_SITES}/table.py",
         "            if callable(getattr(module, _RESIZE, None)):\n",
         "            if False:\n",
-        (f"{_TESTS}/encodings/test_position_tables.py::test_a_stretched_table_is_not_resized",),
+        ("tests/encodings/sites/test_position_tables.py::test_a_stretched_table_is_not_resized",),
     ),
     Defect(
         "ALiBi's distances blur in half precision",
@@ -208,8 +214,8 @@ DEFECTS = [
         "        exact = bias.dtype in _HALF or is_folded if stretch.exact is None else stretch.exact\n",
         "        exact = is_folded if stretch.exact is None else stretch.exact\n",
         (
-            f"{_TESTS}/encodings/test_alibi.py::test_half_precision_gets_distances_rounded_once",
-            f"{_TESTS}/encodings/test_alibi.py::test_bfloat16_comes_closer_to_float64",
+            "tests/encodings/sites/test_alibi.py::test_half_precision_gets_distances_rounded_once",
+            "tests/encodings/sites/test_alibi.py::test_bfloat16_comes_closer_to_float64",
         ),
     ),
     Defect(
@@ -218,7 +224,7 @@ DEFECTS = [
         "            tokens = torch.tensor(keys) if key_mask is None else key_mask.tokens\n",
         "            tokens = torch.tensor(keys)\n",
         (
-            f"{_TESTS}/encodings/test_alibi.py::test_dynamic_slopes_follow_the_tokens_in_a_static_cache",
+            "tests/encodings/sites/test_alibi.py::test_dynamic_slopes_follow_the_tokens_in_a_static_cache",
         ),
     ),
 ]

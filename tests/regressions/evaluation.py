@@ -5,7 +5,7 @@ from regressions.defect import Defect
 _RETRIEVAL = "rope_patch/evaluation/report/results/retrieval.py"
 _LIKELIHOOD = "rope_patch/evaluation/report/results/likelihood.py"
 _SESSION = "rope_patch/evaluation/session.py"
-_MERGING = "rope_patch/evaluation/merging.py"
+_MERGING = "rope_patch/evaluation/report/merging.py"
 
 DEFECTS = [
     Defect(
@@ -192,7 +192,7 @@ DEFECTS = [
     ),
     Defect(
         "the best of many methods is named though others are not shown to be worse",
-        "rope_patch/evaluation/report/ranking.py",
+        "rope_patch/evaluation/report/verdict.py",
         "        if length is None or self.best is None or self.rivals:\n",
         "        if length is None or self.best is None:\n",
         (
@@ -201,7 +201,7 @@ DEFECTS = [
     ),
     Defect(
         "methods are ranked by few right answers, where likelihoods tell them apart",
-        "rope_patch/evaluation/report/ranking.py",
+        "rope_patch/evaluation/report/verdict.py",
         "            return (loss.mean.estimate if loss else math.inf, price)\n",
         "            accuracy = stats.accuracy(label, None, (length,))\n"
         "            return (-accuracy.estimate if accuracy else 0.0, price)\n",
@@ -220,14 +220,14 @@ DEFECTS = [
     ),
     Defect(
         "the headline recommends a method whose answers are no likelier than without the text",
-        "rope_patch/evaluation/report/headline.py",
+        "rope_patch/evaluation/report/verdict.py",
         "    if stats.floor is not None and not stats.reads_answers(best, length):\n",
         "    if False:\n",
         ("tests/evaluation/report/test_recorded_texts.py::test_sentences_of_each_kind_of_result",),
     ),
     Defect(
         "an undecided headline names the best method where the plain model leads",
-        "rope_patch/evaluation/report/headline.py",
+        "rope_patch/evaluation/report/verdict.py",
         'leader = who if difference.mean.estimate < 0 else "the plain model"',
         "leader = who",
         ("tests/evaluation/report/test_recorded_texts.py::test_sentences_of_each_kind_of_result",),
@@ -252,7 +252,7 @@ DEFECTS = [
     ),
     Defect(
         "looks at growing data are not corrected for",
-        "rope_patch/evaluation/report/results/comparisons.py",
+        "rope_patch/evaluation/report/results/retrieval.py",
         "        return statistics.look_factor(self.looks)\n",
         "        return 1\n",
         ("tests/evaluation/report/test_verdict.py::test_looks_at_growing_data_are_corrected",),

@@ -24,7 +24,7 @@ DEFECTS = [
     ),
     Defect(
         "a manager of continuous batching keeps the keys of a rotation from before",
-        f"{_FOLDER}/batching_guard.py",
+        f"{_FOLDER}/generation.py",
         "        if manager is not None and vars(manager).get(_ROTATION_ATTRIBUTE) != rotation:\n",
         "        if False:\n",
         (
@@ -61,14 +61,14 @@ DEFECTS = [
     ),
     Defect(
         "rejected candidates of assisted decoding rotate the tokens before them",
-        f"{_FOLDER}/assisted_decoding.py",
+        f"{_FOLDER}/generation.py",
         "        generator.get_candidates = limit.get_candidates\n",
         "",
         (f"{_TESTS}/test_assisted_decoding.py::test_prompt_lookup_is_lossless",),
     ),
     Defect(
         "an assistant takes a draft that was cut for one that the model agreed with",
-        f"{_FOLDER}/assisted_decoding.py",
+        f"{_FOLDER}/generation.py",
         "        if draft_tokens is not None and self.shortened:\n",
         "        if False:\n",
         (f"{_TESTS}/test_assisted_decoding.py::test_exact_growth_turns_candidates_off",),
@@ -143,7 +143,7 @@ DEFECTS = [
     ),
     Defect(
         "positions of a narrow type have no number for slots without a token",
-        f"{_FOLDER}/sequence_lengths.py",
+        "rope_patch/patching/positions.py",
         "    positions = positions.flatten(1).long()  # narrower types cannot hold the marker for no position\n",
         "    positions = positions.flatten(1)\n",
         (f"{_TESTS}/test_length_hooks.py::test_int32_positions",),
@@ -167,7 +167,7 @@ DEFECTS = [
     ),
     Defect(
         "Llama 4's one complex tensor is read as cos and sin of two rows",
-        "rope_patch/patching/architecture/probe.py",
+        "rope_patch/patching/architecture/rotary_traits.py",
         "    return output if isinstance(output, tuple) else (output,)\n",
         "    return tuple(output)\n",
         (
@@ -185,7 +185,7 @@ DEFECTS = [
     ),
     Defect(
         "Dory's loops have the keys of their first time re-rotated alone",
-        "rope_patch/patching/architecture/rotated_layers.py",
+        "rope_patch/patching/architecture/attention_source.py",
         "        types += types[first : first + count] * (config.n_recurrent_loops - 1)\n",
         '        types += [""] * (count * (config.n_recurrent_loops - 1))\n',
         (
@@ -194,7 +194,7 @@ DEFECTS = [
     ),
     Defect(
         "layers without rotation have their keys rotated again",
-        "rope_patch/patching/architecture/rotated_layers.py",
+        "rope_patch/patching/architecture/attention_source.py",
         "        return [bool(rotates) for rotates in config.no_rope_layers]\n",
         "        return [True for _ in config.no_rope_layers]\n",
         (f"{_TESTS}/test_dynamic_architectures.py::test_layers_without_rotation_keep_their_keys",),
@@ -208,14 +208,14 @@ DEFECTS = [
     ),
     Defect(
         "a trace keeps the frequencies of the length that it saw",
-        f"{_FOLDER}/compile_op.py",
+        f"{_FOLDER}/frequency_table.py",
         "        if not torch.compiler.is_compiling() and torch.jit.is_tracing():\n",
         "        if False:\n",
         ("tests/patching/test_robustness.py::test_trace_of_a_length_dependent_method_is_refused",),
     ),
     Defect(
         "a token of an image counts by its first axis alone",
-        f"{_FOLDER}/sequence_lengths.py",
+        "rope_patch/patching/positions.py",
         "    return [min(row) for row in rows], [max(row) for row in rows]\n",
         "    return [row[0] for row in rows], [row[0] for row in rows]\n",
         (f"{_TESTS}/test_mrope.py::test_the_largest_position_of_any_axis_counts",),
@@ -229,14 +229,14 @@ DEFECTS = [
     ),
     Defect(
         "an admission outlives its generate",
-        f"{_FOLDER}/admission.py",
+        f"{_FOLDER}/generation.py",
         "            vars(self).update(outer)\n",
         "            pass\n",
         (f"{_TESTS}/test_admission.py::test_an_admission_ends_with_its_generate",),
     ),
     Defect(
         "a sequence that outgrows its admitted factor has its keys re-rotated in silence",
-        f"{_FOLDER}/admission.py",
+        f"{_FOLDER}/generation.py",
         "        if self.is_draft:\n            return\n",
         "        return\n",
         (

@@ -164,7 +164,7 @@ DEFECTS = [
     ),
     Defect(
         "the longest text of groups is counted without the floor of the window",
-        f"{_FOLDER}/grouped_map.py",
+        f"{_FOLDER}/position_map.py",
         "    return (reach - window + window // group) * group\n",
         "    return (reach - window) * group + window\n",
         (
@@ -196,7 +196,7 @@ DEFECTS = [
     ),
     Defect(
         "a length that a map cannot reach is planned for all the same",
-        "rope_patch/patching/position_maps/mapped_length.py",
+        "rope_patch/patching/plan.py",
         "    if requested is not None and requested > longest:\n",
         "    if False:\n",
         (
@@ -215,7 +215,7 @@ DEFECTS = [
     ),
     Defect(
         "processes that start later do not know the methods of a plugin",
-        f"{_FOLDER}/plugins.py",
+        f"{_FOLDER}/origin.py",
         "    pass_on(source)\n",
         "",
         (f"{_TESTS}/test_plugins.py::test_processes_started_later_know_the_method",),

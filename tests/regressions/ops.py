@@ -169,14 +169,14 @@ DEFECTS = [
     ),
     Defect(
         "a wide rotation on a CPU in 16 bits rounds each product",
-        f"{_FOLDER}/cpu.py",
+        f"{_FOLDER}/plain_torch.py",
         "    if layout.wide:\n        cos, sin = _upcast(cos), _upcast(sin)\n",
         "",
         (f"{_TESTS}/test_cpu.py::test_16_bit_results_are_rounded_once",),
     ),
     Defect(
         "a small rotation on a CPU computes in float32 where transformers rounds each product",
-        f"{_FOLDER}/cpu.py",
+        f"{_FOLDER}/plain_torch.py",
         "    wide = _upcast(wide) if layout.wide else wide\n",
         "    wide = _upcast(wide)\n",
         (

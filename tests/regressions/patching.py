@@ -85,7 +85,7 @@ DEFECTS = [
     ),
     Defect(
         "learned tables of GPT-2's kind count left padding as text",
-        f"{_FOLDER}/encodings/table.py",
+        "rope_patch/encodings/sites/table.py",
         "            install_position_rule(model, around, undo_log, counts_tokens=True)\n",
         "            pass\n",
         (
@@ -96,14 +96,14 @@ DEFECTS = [
     # -- undo, copies and wrappers -----------------------------------------------------------------
     Defect(
         "undo sets the attention implementation back that a user has chosen since",
-        f"{_FOLDER}/config_copy.py",
+        f"{_FOLDER}/undo_log.py",
         "    if plain or isinstance(one, PreTrainedConfig):\n",
         "    if plain:\n",
         (f"{_TESTS}/test_undo_log.py::test_settings_outside_of_config_equality_survive",),
     ),
     Defect(
         "a patch changes the config of other models made from the same object",
-        f"{_FOLDER}/config_copy.py",
+        f"{_FOLDER}/undo_log.py",
         "                    own = copy.deepcopy(value, copies)\n",
         "                    own = copies[id(value)] = value\n",
         (f"{_TESTS}/test_undo_log.py::test_other_model_of_the_same_config_is_unchanged",),
@@ -117,14 +117,14 @@ DEFECTS = [
     ),
     Defect(
         "a failed patch leaves the one before it undone",
-        f"{_FOLDER}/entry_points.py",
+        "rope_patch/entry_points.py",
         "        if active_patch:\n            active_patch._restore(model)\n        raise\n",
         "        raise\n",
         (f"{_TESTS}/test_undo_log.py::test_failed_patch_restores_the_previous_one",),
     ),
     Defect(
         "replicas of nn.DataParallel rotate and attend with the original's weights",
-        f"{_FOLDER}/replicas.py",
+        f"{_FOLDER}/torch_state.py",
         "forward_for_replica(module.forward, weakref.proxy(replica))",
         "module.forward",
         ("tests/integrations/test_copied_models.py::test_replicas_use_their_weights",),
@@ -138,14 +138,14 @@ DEFECTS = [
     ),
     Defect(
         "a cast to half precision rounds the frequencies of a patched model",
-        f"{_FOLDER}/frequency_buffers.py",
+        f"{_FOLDER}/architecture/frequency_buffers.py",
         "            module._buffers[name] = inv_freq.to(module._buffers[name].device, copy=True)\n",
         "            pass\n",
         (f"{_TESTS}/test_undo_log.py::test_frequencies_stay_exact_through_casts",),
     ),
     Defect(
         "undo restores frequencies that were lost on meta before the patch as they lie in memory",
-        f"{_FOLDER}/frequency_buffers.py",
+        f"{_FOLDER}/architecture/frequency_buffers.py",
         "        old = before[layer_type].inv_freq.float() if live.is_meta else live\n",
         "        old = live\n",
         (
@@ -156,7 +156,7 @@ DEFECTS = [
     # -- modes of torch ----------------------------------------------------------------------------
     Defect(
         "another default dtype of torch gives a patch other kernels",
-        f"{_FOLDER}/defaults.py",
+        f"{_FOLDER}/torch_state.py",
         "        torch.set_default_dtype(torch.float32)\n        try:\n",
         "        try:\n",
         (f"{_TESTS}/test_every_patch.py::test_torchs_defaults_do_not_change_the_patch",),
@@ -175,14 +175,14 @@ DEFECTS = [
     ),
     Defect(
         "kernels go on with packed frequencies after the buffer was changed in place",
-        f"{_FOLDER}/kernels/position_passthrough.py",
+        f"{_FOLDER}/kernels/attention_forward.py",
         "    return x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0\n",
         "    return 0\n",
         (f"{_TESTS}/test_robustness.py::test_in_place_changes_of_frequencies_are_seen",),
     ),
     Defect(
         "training fails after frequencies were packed in inference mode",
-        f"{_FOLDER}/kernels/position_passthrough.py",
+        f"{_FOLDER}/kernels/attention_forward.py",
         "        with torch.inference_mode(False), torch.no_grad():\n",
         "        with torch.no_grad():\n",
         (
@@ -206,7 +206,7 @@ DEFECTS = [
     ),
     Defect(
         "rotated heads lie in memory otherwise than in transformers, so that SDPA rounds otherwise",
-        "rope_patch/ops/cpu.py",
+        "rope_patch/ops/plain_torch.py",
         "    return cos.shape[-1] < x.shape[-1] and x.stride(-1) != 1\n",
         "    return False\n",
         ("tests/ops/test_cpu.py::test_heads_lie_in_memory_as_in_transformers",),
@@ -230,7 +230,7 @@ DEFECTS = [
     ),
     Defect(
         "a norm with a hook is left out where the rotation applies norms",
-        f"{_FOLDER}/kernels/deferred_norms.py",
+        f"{_FOLDER}/kernels/attention_forward.py",
         "        or norm._forward_hooks\n        or norm._forward_pre_hooks\n",
         "",
         (
@@ -274,14 +274,14 @@ DEFECTS = [
     ),
     Defect(
         "a temperature's factor is rounded to 16 bits before it multiplies queries",
-        f"{_FOLDER}/query_temperature.py",
+        f"{_FOLDER}/attention_interception.py",
         "        wide = torch.promote_types(query.dtype, torch.float32)\n",
         "        wide = query.dtype\n",
         (f"{_TESTS}/test_query_temperature.py::test_queries_in_16_bits_are_rounded_once",),
     ),
     Defect(
         "a temperature multiplies the one that the model has already",
-        f"{_FOLDER}/query_temperature.py",
+        f"{_FOLDER}/attention_interception.py",
         "    _require_no_own_temperature(config)\n    return find_attentions(",
         "    return find_attentions(",
         (f"{_TESTS}/test_query_temperature.py::test_models_that_take_no_temperature_are_refused",),
@@ -295,7 +295,7 @@ DEFECTS = [
     ),
     Defect(
         "a request below the length under the config's own yarn shortens the context in silence",
-        f"{_FOLDER}/continued_yarn.py",
+        f"{_FOLDER}/geometry_selection.py",
         "    if target is None or target >= present:\n",
         "    if True:\n",
         (

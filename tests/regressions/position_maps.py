@@ -11,7 +11,7 @@ _FOLDER = "rope_patch/patching/position_maps"
 DEFECTS = [
     Defect(
         "a map makes bidirectional attention causal",
-        f"{_FOLDER}/masked.py",
+        f"{_FOLDER}/mapped_attention.py",
         "        if not index:  # later keys, where a mask shows any, are met at their own distance\n"
         "            inside |= places > queries[:, span, None]\n",
         "",
@@ -43,14 +43,14 @@ DEFECTS = [
     ),
     Defect(
         "an additive mask of booleans is read as one that shows keys",
-        f"{_FOLDER}/visibility.py",
+        f"{_FOLDER}/forward_view.py",
         "        return self.call.adds_mask and isinstance(self._mask, torch.Tensor)",
         "        return False",
         (f"{_MASKS}::test_attention_under_a_mask_is_that_of_transformers",),
     ),
     Defect(
         "flash attention's mask of a static cache is laid on the wrong slots",
-        f"{_FOLDER}/visibility.py",
+        f"{_FOLDER}/forward_view.py",
         "nn.functional.pad(is_token, (0, self.slots - is_token.shape[1]))",
         "nn.functional.pad(is_token, (self.slots - is_token.shape[1], 0))",
         (f"{_MASKS}::test_flash_attention_shows_keys_by_order_padding_and_packing",),
@@ -83,7 +83,7 @@ DEFECTS = [
     ),
     Defect(
         "fused parts read other memory where components are not neighbours",
-        f"{_FOLDER}/fused_attention.py",
+        f"{_FOLDER}/parts.py",
         "    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))\n"
         "    if query.shape[2] > 1 and _fits_cpu_operator(query, key, value):\n",
         '    if query.shape[2] > 1 and query.device.type == "cpu":\n',
@@ -91,7 +91,7 @@ DEFECTS = [
     ),
     Defect(
         "the operator for CPUs is given what torch's public function would not give it",
-        f"{_FOLDER}/fused_attention.py",
+        f"{_FOLDER}/parts.py",
         "    if query.shape[2] > 1 and _fits_cpu_operator(query, key, value):\n",
         '    if query.shape[2] > 1 and query.device.type == "cpu":\n',
         (f"{_FUSED}::test_parts_that_the_operator_does_not_take_are_computed_in_plain_torch",),
@@ -105,21 +105,21 @@ DEFECTS = [
     ),
     Defect(
         "turned keys of a cropped cache are read as those of the tokens that follow",
-        f"{_FOLDER}/position_record.py",
+        f"{_FOLDER}/forward_view.py",
         "            keys.count = min(keys.count, past)\n",
         "            pass\n",
         (f"{_CACHES}::test_cropped_and_copied_caches_go_on_exactly",),
     ),
     Defect(
         "turned keys stay with their old rows when a cache's rows are reordered",
-        f"{_FOLDER}/position_record.py",
+        f"{_FOLDER}/forward_view.py",
         '        return PositionRecord(**{**vars(moved), "turned": {}})',
         '        return PositionRecord(**{**vars(moved), "turned": self.turned})',
         (f"{_CACHES}::test_reordered_rows_keep_their_keys",),
     ),
     Defect(
         "steps fail outside the inference mode that a prompt was read in",
-        f"{_FOLDER}/position_record.py",
+        f"{_FOLDER}/forward_view.py",
         "            with torch.inference_mode(False):  # later forwards may write outside it\n"
         "                larger = self.buffer.new_empty(rows, heads, int(end * _GROWTH) + 64, width)\n",
         "            larger = self.buffer.new_empty(rows, heads, int(end * _GROWTH) + 64, width)\n",

@@ -5,28 +5,28 @@ from regressions.defect import Defect
 DEFECTS = [
     Defect(
         "a GGUF file without a scaling type is read as unscaled, where llama.cpp takes linear",
-        "rope_patch/pretrained/gguf_rotation.py",
+        "rope_patch/pretrained/gguf.py",
         'kind = rope.get("scaling.type", "linear")',
         'kind = rope.get("scaling.type", "none")',
         ("tests/exporting/test_gguf_rotation.py::test_the_files_rotation_is_read",),
     ),
     Defect(
         "a GGUF file's attn_factor is read with YaRN alone",
-        "rope_patch/pretrained/gguf_rotation.py",
+        "rope_patch/pretrained/gguf.py",
         "    if stretches is None and attention == 1:\n",
         "    if stretches is None:\n",
         ("tests/exporting/test_gguf_rotation.py::test_the_files_rotation_is_read",),
     ),
     Defect(
         "a GGUF file's old key rope.scale_linear is ignored",
-        "rope_patch/pretrained/gguf_rotation.py",
+        "rope_patch/pretrained/gguf.py",
         "_FACTOR if _FACTOR in rope else _OLD_FACTOR",
         "_FACTOR",
         ("tests/exporting/test_gguf_rotation.py::test_the_files_rotation_is_read",),
     ),
     Defect(
         "the stretches of a GGUF file's rope_freqs tensor are dropped",
-        "rope_patch/pretrained/gguf_rotation.py",
+        "rope_patch/pretrained/gguf.py",
         "        stretches = [float(value) for value in tensors[_STRETCHES].data]\n",
         "        stretches = None\n",
         ("tests/exporting/test_gguf_rotation.py::test_the_files_rotation_is_read",),
@@ -40,7 +40,7 @@ DEFECTS = [
     ),
     Defect(
         "a scaling that a GGUF file has and no config says is loaded without a word",
-        "rope_patch/pretrained/gguf_rotation.py",
+        "rope_patch/pretrained/gguf.py",
         "        if is_unread and (key not in _NEUTRAL or _NEUTRAL[key] not in (None, value)):\n",
         "        if is_unread and False:\n",
         ("tests/exporting/test_gguf_rotation.py::test_what_no_config_says_is_refused",),
@@ -102,14 +102,14 @@ DEFECTS = [
     ),
     Defect(
         "a sidecar and a config that disagree on training are both believed",
-        "rope_patch/pretrained/trained_rotation.py",
+        "rope_patch/pretrained/sidecar.py",
         "        if TRAINED in field and lengths[0] != lengths[1]:\n",
         "        if False:\n",
         ("tests/pretrained/test_trained_record.py::test_files_that_disagree_are_refused",),
     ),
     Defect(
         "the card of an earlier release's finetune does not count as a record of training",
-        "rope_patch/pretrained/trained_rotation.py",
+        "rope_patch/pretrained/sidecar.py",
         "    if TRAINED not in field and _is_finetuned(folder):\n",
         "    if False:\n",
         (
@@ -134,14 +134,14 @@ DEFECTS = [
     ),
     Defect(
         "an adapter takes two maps of positions with the same frequencies for one rotation",
-        "rope_patch/pretrained/rotation_agreement.py",
+        "rope_patch/pretrained/sidecar.py",
         "        if _attention_changes(first, length) != _attention_changes(second, length):\n            return False\n",
         "",
         ("tests/pretrained/test_adapters.py::test_base_with_a_different_patch_is_refused",),
     ),
     Defect(
         "a base whose config has a static rotation is not patched for a dynamic adapter",
-        "rope_patch/pretrained/rotation_agreement.py",
+        "rope_patch/pretrained/sidecar.py",
         "        or method.is_length_dependent(trained_length)\n",
         "",
         (
@@ -157,7 +157,7 @@ DEFECTS = [
     ),
     Defect(
         "a method from outside that computes other numbers than when it was saved loads in silence",
-        "rope_patch/pretrained/recorded_rotation.py",
+        "rope_patch/pretrained/sidecar.py",
         "    if OUTSIDE not in sidecar:\n        return\n    recorded =",
         "    return\n    recorded =",
         (
@@ -166,7 +166,7 @@ DEFECTS = [
     ),
     Defect(
         "the recorded rotation of latent attention loses the factor in its softmax scale",
-        "rope_patch/pretrained/recorded_rotation.py",
+        "rope_patch/pretrained/sidecar.py",
         '"attention_factor": in_softmax if in_softmax != 1 else frequencies.attention_factor,',
         '"attention_factor": frequencies.attention_factor,',
         ("tests/pretrained/test_trained_record.py::test_latent_attention_keeps_its_softmax_scale",),
@@ -189,7 +189,7 @@ DEFECTS = [
     ),
     Defect(
         "a stretched table of an encoded model is stretched again where its folder loads",
-        "rope_patch/pretrained/encoded_model.py",
+        "rope_patch/pretrained/encoding_checkpoint.py",
         "        extended = None\n    original",
         "        pass\n    original",
         (

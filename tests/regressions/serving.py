@@ -34,7 +34,7 @@ DEFECTS = [
     ),
     Defect(
         "a request counts for its prompt alone, and outgrows its profile",
-        f"{_VLLM}/admission.py",
+        f"{_VLLM}/requests.py",
         "    return min(prompt_length + (max_tokens or 0), max_length)\n",
         "    return min(prompt_length, max_length)\n",
         (
@@ -43,7 +43,7 @@ DEFECTS = [
     ),
     Defect(
         "a user's salt names the cached blocks of another profile",
-        f"{_VLLM}/cache_salt.py",
+        f"{_VLLM}/requests.py",
         "    return f\"{profile}:{user_salt or ''}\"\n",
         '    return f"{profile}:{user_salt}" if user_salt is None else user_salt\n',
         (
@@ -213,7 +213,7 @@ DEFECTS = [
     ),
     Defect(
         "rows of a stream beyond the patched length are trained on",
-        f"{_INTEGRATIONS}/row_guard.py",
+        f"{_INTEGRATIONS}/trainer_callback.py",
         "        if longest is not None:\n            raise _refusal(",
         "        if False:\n            raise _refusal(",
         (
@@ -229,7 +229,7 @@ DEFECTS = [
     ),
     Defect(
         "an adapter's checkpoint does not hold the rotation of its base",
-        f"{_INTEGRATIONS}/save_hook.py",
+        f"{_INTEGRATIONS}/trainer_callback.py",
         "        if adapters:\n            record_adapters([folder, *adapters], self.model, handle)\n        elif",
         "        if",
         ("tests/integrations/test_trainer_callback.py::test_saved_folders_hold_the_rotation",),
@@ -278,14 +278,14 @@ DEFECTS = [
     ),
     Defect(
         "a token of one row is written to all rows of a batch",
-        f"{_INFERENCE}/cache_batch.py",
+        f"{_INFERENCE}/decoding.py",
         "        if key_states.shape[0] != rows or key_states.shape[-2] > left:\n",
         "        if key_states.shape[-2] > left:\n",
         ("tests/inference/test_cache_batch.py::test_a_token_of_one_row_is_not_written_to_all",),
     ),
     Defect(
         "negative rows of a batch are counted from memory of dropped ones",
-        f"{_INFERENCE}/cache_batch.py",
+        f"{_INFERENCE}/decoding.py",
         "        indices = torch.arange(self.keys.shape[0], device=self.device)[indices.to(self.device)]\n",
         "        indices = indices.to(self.device)\n",
         (
@@ -294,14 +294,14 @@ DEFECTS = [
     ),
     Defect(
         "rows of a batch count the padding ahead of them",
-        f"{_INFERENCE}/cache_batch.py",
+        f"{_INFERENCE}/decoding.py",
         "        positions = torch.tensor(self.lengths, device=device)[:, None]\n",
         "        positions = torch.full((len(self.lengths), 1), stop, device=device)\n",
         ("tests/inference/test_cache_batch.py",),
     ),
     Defect(
         "layers that drop keys are filled into a batch",
-        f"{_INFERENCE}/cache_batch.py",
+        f"{_INFERENCE}/decoding.py",
         "        if wrong := {type(x).__name__ for x in cache.layers if not _keeps_all(x)}:\n",
         "        if wrong := set():\n",
         ("tests/inference/test_cache_batch.py::test_layers_that_drop_keys_are_refused",),

@@ -37,7 +37,7 @@ DEFECTS = [
     ),
     Defect(
         "the observed signs are left out of sampled patterns, so that p can be 0",
-        "rope_patch/statistics/sign_flips.py",
+        "rope_patch/statistics/paired_tests.py",
         "        patterns = np.concatenate([np.zeros((1, texts), dtype=np.int8), others])\n",
         "        patterns = others\n",
         (
@@ -193,7 +193,7 @@ DEFECTS = [
     ),
     Defect(
         "repeated looks at growing data are each tested at the whole level",
-        "rope_patch/statistics/sequential.py",
+        "rope_patch/statistics/power.py",
         "    return looks * (looks + 1) if looks else 1\n",
         "    return 1\n",
         ("tests/statistics/test_mean_test.py::test_the_levels_of_all_looks_sum_to_the_level",),

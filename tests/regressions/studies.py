@@ -77,7 +77,7 @@ DEFECTS = [
     ),
     Defect(
         "fewer right answers at the same loss are no worse",
-        "rope_patch/recommending/scores.py",
+        "rope_patch/recommending/decision_rule.py",
         "        if answers is not None and answers.p_value < _LEVEL and answers.losses > answers.wins:\n            return True\n",
         "",
         (
@@ -86,7 +86,7 @@ DEFECTS = [
     ),
     Defect(
         "a recommendation shows a gain on fewer than six texts by their bootstrap",
-        "rope_patch/recommending/scores.py",
+        "rope_patch/recommending/decision_rule.py",
         "    return mean_test(differences, range(len(differences))).mean\n",
         "    return bootstrap_mean([[difference] for difference in differences])\n",
         (
@@ -95,7 +95,7 @@ DEFECTS = [
     ),
     Defect(
         "a significant but negligible difference decides between methods",
-        "rope_patch/recommending/scores.py",
+        "rope_patch/recommending/decision_rule.py",
         "        return self.nll.low > 0 and self.nll.estimate > NEGLIGIBLE\n",
         "        return self.nll.low > 0\n",
         (
@@ -121,7 +121,7 @@ DEFECTS = [
     Defect(
         "an extension goes on with finished steps after the weights have changed",
         "rope_patch/extending/request.py",
-        "        sources.digest_file(file, hasher)\n",
+        "        readers.digest_file(file, hasher)\n",
         '        hasher.update(f"{file.stat().st_size}".encode())\n',
         (
             "tests/extending/test_request.py::test_files_that_keep_their_name_and_size_are_others_by_their_contents",
@@ -170,7 +170,7 @@ DEFECTS = [
     ),
     Defect(
         "a model's name is HTML in the card of an extension",
-        "rope_patch/extending/card.py",
+        "rope_patch/extending/publication.py",
         "f\"# {escape_markdown(name)}, {facts['trained_length']:,}",
         "f\"# {name}, {facts['trained_length']:,}",
         ("tests/utils/test_escaping.py::test_recommendations_and_cards_show_the_words_of_others",),
@@ -193,7 +193,7 @@ DEFECTS = [
     ),
     Defect(
         "the lab's intervals hold over samples alone, whatever seeds differ by",
-        "rope_patch/lab/interval.py",
+        "rope_patch/lab/results.py",
         "        low, high = math.hypot(low, half), math.hypot(high, half)\n",
         "        del half\n",
         (

@@ -142,7 +142,7 @@ DEFECTS = [
     ),
     Defect(
         "rows of a batch are padded where the rotation follows their length, and count padding",
-        "rope_patch/inference/target_scores.py",
+        "rope_patch/inference/scorer.py",
         "    logits = model(padded, attention_mask=mask, **given).logits\n",
         "    logits = model(padded, **given).logits\n",
         (
@@ -151,21 +151,21 @@ DEFECTS = [
     ),
     Defect(
         "targets that are scored in one pass see one another",
-        "rope_patch/inference/target_scores.py",
+        "rope_patch/inference/scorer.py",
         "    own = (owner[:, None] == owner[None]).tril()\n",
         "    own = (owner[:, None] >= owner[None]).tril()\n",
         ("tests/evaluation/test_language_model.py::test_choices_are_scored_in_one_pass",),
     ),
     Defect(
         "a token of one row is written to all rows of a reserved cache",
-        "rope_patch/inference/cache_batch.py",
+        "rope_patch/inference/decoding.py",
         "        if key_states.shape[0] != rows or key_states.shape[-2] > left:\n",
         "        if key_states.shape[-2] > left:\n",
         ("tests/inference/test_cache_batch.py::test_a_token_of_one_row_is_not_written_to_all",),
     ),
     Defect(
         "negative rows of a reserved cache count from rows that were dropped",
-        "rope_patch/inference/cache_batch.py",
+        "rope_patch/inference/decoding.py",
         "        indices = torch.arange(self.keys.shape[0], device=self.device)[indices.to(self.device)]\n",
         "        indices = torch.arange(self._buffers[0].shape[0], device=self.device)[indices.to(self.device)]\n",
         (
@@ -174,14 +174,14 @@ DEFECTS = [
     ),
     Defect(
         "caches that drop keys are put together as if they kept all",
-        "rope_patch/inference/cache_batch.py",
+        "rope_patch/inference/decoding.py",
         "    return type(layer) is DynamicLayer and bool(layer.is_initialized)\n",
         "    return bool(layer.is_initialized)\n",
         ("tests/inference/test_cache_batch.py::test_layers_that_drop_keys_are_refused",),
     ),
     Defect(
         "the keys that a position map keeps are counted in no memory",
-        "rope_patch/evaluation/measures/timed_method.py",
+        "rope_patch/evaluation/measures/speed.py",
         '            record_bytes["turned keys"] = sum(map(_storage_bytes, copies))\n',
         "            del copies\n",
         (
@@ -197,7 +197,7 @@ DEFECTS = [
     ),
     Defect(
         "a request of speed with the plain model alone asks for a ratio to nothing",
-        "rope_patch/evaluation/comparison.py",
+        "rope_patch/evaluation/profiles.py",
         "    ratios = {SPEED} if names == (BASELINE,) else set()\n",
         "    ratios: set[str] = set()\n",
         (
@@ -233,7 +233,7 @@ DEFECTS = [
     ),
     Defect(
         "one method that vLLM cannot do leaves the others without commands",
-        "rope_patch/evaluation/vllm_commands.py",
+        "rope_patch/evaluation/report/vllm_commands.py",
         "            refusals.append(error)\n",
         "            raise\n",
         (

@@ -56,7 +56,7 @@ DEFECTS = [
     Defect(
         "more steps of a decaying schedule go on without a warning",
         _IDENTITY,
-        "        and not schedule.same_rates(training, stored_steps, new_steps, steps_done)\n",
+        "        and not optimizer.same_rates(training, stored_steps, new_steps, steps_done)\n",
         "        and False\n",
         ("tests/training/test_identity.py::test_more_steps_of_a_decaying_schedule_warn",),
     ),
@@ -69,14 +69,14 @@ DEFECTS = [
     ),
     Defect(
         "the mean of checkpoints in 16 bits is accumulated in 16 bits",
-        "rope_patch/training/averaging.py",
+        "rope_patch/training/checkpoints.py",
         "tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)",
         "tensor.clone()",
         ("tests/training/test_averaging.py::test_means_of_16_bits_are_accumulated_in_float32",),
     ),
     Defect(
         "LoRA's matrices are averaged instead of their products",
-        "rope_patch/training/averaging.py",
+        "rope_patch/training/checkpoints.py",
         "    change = mean(product(folder) for folder in folders)\n",
         "    for name, parameter in parameters.items():\n"
         "        parameter.copy_(mean(read(name, folder) for folder in folders))\n"
@@ -87,7 +87,7 @@ DEFECTS = [
     ),
     Defect(
         "a tied head decays as a head of its own, where embeddings do not",
-        "rope_patch/training/parameter_groups.py",
+        "rope_patch/training/optimizer.py",
         "        if id(parameter) not in undecayed and not _UNDECAYED.search(name.lower())\n",
         "        if name.endswith('head.weight') or id(parameter) not in undecayed and not _UNDECAYED.search(name.lower())\n",
         (
@@ -96,7 +96,7 @@ DEFECTS = [
     ),
     Defect(
         "weight decay goes by a parameter's number of axes",
-        "rope_patch/training/parameter_groups.py",
+        "rope_patch/training/optimizer.py",
         "        if id(parameter) not in undecayed and not _UNDECAYED.search(name.lower())\n",
         "        if id(parameter) not in undecayed and parameter.ndim > 1\n",
         (
@@ -178,14 +178,14 @@ DEFECTS = [
     ),
     Defect(
         "best-fit rows keep the order of their lengths, long documents first",
-        "rope_patch/training/data/best_fit.py",
+        "rope_patch/training/data/packing.py",
         '        Random(f"{self._seed} window {self._number}").shuffle(rows)\n',
         "",
         ("tests/training/data/test_best_fit.py::test_rows_depend_on_the_seed_alone",),
     ),
     Defect(
         "best-fit rows resume from the sources' place behind their window",
-        "rope_patch/training/data/best_fit.py",
+        "rope_patch/training/data/packing.py",
         "        sources = self._start if self._rows else self._snapshot()\n",
         "        sources = self._snapshot()\n",
         ("tests/training/data/test_packing_resume.py::test_rows_resume_exactly_at_every_row",),
@@ -299,7 +299,7 @@ DEFECTS = [
     ),
     Defect(
         "z-loss counts tokens without a target",
-        "rope_patch/training/objective/terms.py",
+        "rope_patch/training/objective/chunked_loss.py",
         "        return torch.where(self.counted, values, 0).sum()\n",
         "        return values.sum()\n",
         (

@@ -38,7 +38,7 @@ def test_gguf_file(tmp_path, of_file, expected):
 def test_gguf_file_that_llama_cpp_rotates_otherwise_is_refused(tmp_path, monkeypatch):
     """llama.cpp has a graph of each architecture that transformers reads: take Llama's away."""
     write_gguf(TINY, tmp_path / "tiny.gguf", LONGEST, scaling=YARN)
-    monkeypatch.setattr("rope_patch.verifying.local_files.what_graph_reads", lambda name: None)
+    monkeypatch.setattr("rope_patch.verifying.engine_detection.what_graph_reads", lambda name: None)
     with pytest.raises(CannotVerify, match=r"'llama'.* not known"):
         verify(tmp_path / "tiny.gguf")
 

@@ -12,16 +12,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rope_patch.encodings.alibi import alibi_bias, alibi_slopes
-from rope_patch.encodings.counted import (
+from rope_patch.encodings.biases import (
+    alibi_bias,
+    alibi_slopes,
+    fire_progress,
+    kerple_log,
+    sandwich,
+    t5_bucket,
+    xpos_factors,
+)
+from rope_patch.encodings.tables import (
     digit_count,
     digit_table,
     integer_table,
     normalised_table,
+    sinusoidal_frequencies,
+    sinusoidal_table,
 )
-from rope_patch.encodings.decay import fire_progress, kerple_log, sandwich, xpos_factors
-from rope_patch.encodings.sinusoidal import sinusoidal_frequencies, sinusoidal_table
-from rope_patch.encodings.t5_buckets import t5_bucket
 from rope_patch.utils.errors import Refused, did_you_mean
 
 _EMBEDDING_STD = 0.02  # of learned tables before training, as in GPT-2

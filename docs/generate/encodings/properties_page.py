@@ -12,8 +12,8 @@ import torch
 from encoding_properties import PROPERTIES, Verdict, property_table
 from encoding_subjects import Content, Setting
 
-from rope_patch.encodings.counted import normalised_table
-from rope_patch.encodings.decay import xpos_factors
+from rope_patch.encodings.biases import xpos_factors
+from rope_patch.encodings.tables import normalised_table
 from rope_patch.ops import axial_frequencies, mixed_frequencies, n_dimensional_rope
 
 PAGE = Path(__file__).parents[2] / "encoding-properties.md"

@@ -56,14 +56,14 @@ from rope_patch.benchmarks.kernels.timing import (
     moved_bytes,
     peak_memory,
 )
-from rope_patch.evaluation.measures.timed_method import compare_times
+from rope_patch.evaluation.measures.speed import compare_times
 from rope_patch.ops.dispatch import is_interpreted, triton_unavailable_reason
 from rope_patch.utils import provenance
 from rope_patch.utils.atomic_files import add_write_advice, atomic_write
 from rope_patch.utils.checksums import json_safe
 from rope_patch.utils.errors import one_line
+from rope_patch.utils.installation import version
 from rope_patch.utils.progress import progress_bar
-from rope_patch.utils.versions import version
 
 logger = logging.getLogger("rope_patch")
 

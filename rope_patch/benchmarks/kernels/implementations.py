@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rope_patch.benchmarks.kernels.problems import Problem, Shape
-from rope_patch.evaluation.report.format import one_line
+from rope_patch.evaluation.report.table import one_line
 from rope_patch.transformers_api.models import model_file
 
 # Takes queries and keys `[B, S, H, D]`, returns both rotated `[B, H, S, D]`, for attention.
@@ -248,7 +248,7 @@ def _ours_in_place(problem: Problem) -> Call:
 
     A single token is small, so that it is copied here and in a model.
     """
-    from rope_patch.ops.cpu import rope_from_cos_sin
+    from rope_patch.ops.plain_torch import rope_from_cos_sin
 
     if problem.device.type != "cpu":
         raise Unavailable("it is measured on a CPU only")
@@ -275,7 +275,7 @@ def _ours_in_place(problem: Problem) -> Call:
 
 
 def _ours_from_cos_sin(problem: Problem) -> Call:
-    from rope_patch.ops.cpu import rope_from_cos_sin
+    from rope_patch.ops.plain_torch import rope_from_cos_sin
 
     norms = _norms(problem, _modeling(problem))  # on a CPU a model keeps its own norms
     cos, sin = problem.cos_sin

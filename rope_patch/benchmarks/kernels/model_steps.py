@@ -29,14 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rope_patch.benchmarks.kernels.implementations import Unavailable, describe_error
 from rope_patch.benchmarks.kernels.problems import Shape
 from rope_patch.benchmarks.kernels.timing import peak_memory
-from rope_patch.evaluation.measures.timed_method import (
+from rope_patch.entry_points import patch_rotation
+from rope_patch.evaluation.measures.speed import (
     TimedMethod,
     compare_times,
     time_call,
     time_decoding,
 )
 from rope_patch.ops.dispatch import is_interpreted, triton_unavailable_reason
-from rope_patch.patching import patch_rotation
 from rope_patch.transformers_api.forwards import cache_arguments
 
 KERNELS = ("hf", "auto")  # values for `patch`; the first is the baseline

@@ -20,8 +20,7 @@ from rope_patch.benchmarks.kernels.tables import (
 )
 from rope_patch.benchmarks.kernels.timing import BACKWARD, BOTH, FORWARD, GRAPH, WALL
 from rope_patch.evaluation.report import writer
-from rope_patch.evaluation.report.format import one_line
-from rope_patch.evaluation.report.table import aligned_text
+from rope_patch.evaluation.report.table import aligned_text, one_line
 from rope_patch.utils.atomic_files import atomic_write
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -10,16 +10,17 @@ import torch
 
 from rope_patch.benchmarks.kernels.problems import SHAPES, Shape
 from rope_patch.ops.dispatch import is_interpreted, triton_unavailable_reason
-from rope_patch.ops.kernel_trial import run_trial
-from rope_patch.ops.kernel_variant import (
+from rope_patch.ops.self_check import (
     QK_NORM_ROPE,
     QK_NORM_ROPE_INTO_CACHE,
     REROTATE,
     ROPE,
     ROPE_INTO_CACHE,
     KernelVariant,
+    describe_device,
+    describe_versions,
+    run_trial,
 )
-from rope_patch.ops.self_check import describe_device, describe_versions
 from rope_patch.utils.errors import Refused, describe_error
 
 OK, WRONG, NOT_COMPILED, NOT_RUN = "ok", "wrong", "did not compile", "did not run"

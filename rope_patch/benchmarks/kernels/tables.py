@@ -14,10 +14,9 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from rope_patch.benchmarks.kernels.benchmark import COPIES
 from rope_patch.benchmarks.kernels.problems import SHAPES, VIEWS
 from rope_patch.benchmarks.kernels.timing import BACKWARD, BOTH, FORWARD, GRAPH, WALL
-from rope_patch.evaluation.report.format import NOTHING
-from rope_patch.evaluation.report.picture import Picture, render_picture
-from rope_patch.evaluation.report.table import Cell, Row, Table
-from rope_patch.utils.plot_style import PALETTE
+from rope_patch.evaluation.report.figures import Picture, render_picture
+from rope_patch.evaluation.report.table import NOTHING, Cell, Row, Table
+from rope_patch.utils.figures import PALETTE
 
 REFERENCE_LENGTH = 8192  # tokens; for the memory tables and the verdict
 

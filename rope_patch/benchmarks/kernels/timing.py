@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rope_patch.benchmarks.kernels.implementations import Implementation
 from rope_patch.benchmarks.kernels.problems import Problem, Sample, relative_errors
-from rope_patch.evaluation.measures.timed_method import time_call
+from rope_patch.evaluation.measures.speed import time_call
 
 Thunk = Callable[[], Any]
 

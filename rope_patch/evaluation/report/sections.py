@@ -7,22 +7,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rope_patch import tasks
-from rope_patch.evaluation.report import cost_tables, heatmap, perplexity_tables, retrieval_tables
-from rope_patch.evaluation.report.format import filter_mark, one_line
-from rope_patch.evaluation.report.gaps import find_gaps
-from rope_patch.evaluation.report.picture import Picture
-from rope_patch.evaluation.report.ranking import MAX_ROWS, Ranking
+from rope_patch.evaluation.report import figures
+from rope_patch.evaluation.report import tables as report_tables
+from rope_patch.evaluation.report.figures import Picture
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
-from rope_patch.evaluation.report.table import Table
+from rope_patch.evaluation.report.table import Table, filter_mark, one_line
+from rope_patch.evaluation.report.verdict import MAX_ROWS, Ranking, find_gaps
 from rope_patch.tasks import CHOICE, LIKELIHOOD
 
 _ACCURACY = (
     "Each cell is the mean score of its samples with its 95% Wilson interval; samples that share a "
     "text count as the cluster that they are. "
-    f"{retrieval_tables.BETTER} and {retrieval_tables.WORSE}: better and worse than the plain "
+    f"{report_tables.BETTER} and {report_tables.WORSE}: better and worse than the plain "
     "model on the same samples (McNemar, or sign flips of texts; p < 0.05 after Holm); "
-    f"{retrieval_tables.BEST}: each other method is shown to be worse. The family is the methods, "
+    f"{report_tables.BEST}: each other method is shown to be worse. The family is the methods, "
     "by the mean over tasks at the longest length; nothing else in the table is tested."
 )
 _LIKELIHOOD = (
@@ -34,7 +33,7 @@ _CHOICE_NOTE = (
     "is asked: chance is one in as many."
 )
 _RETENTION = (
-    f"{retrieval_tables.PASSED}: the interval's lower end is at least {THRESHOLD:.0%}. A length is "
+    f"{report_tables.PASSED}: the interval's lower end is at least {THRESHOLD:.0%}. A length is "
     "called usable if that holds for it and for every shorter one."
 )
 _HEAT = (
@@ -156,14 +155,14 @@ def sections(
         pictures: From `figures.draw_figures`.
         prefix: Begins the file names of heat maps.
     """
-    retention = _if_any(retrieval_tables.retention_table(stats))
-    prices = _if_any(cost_tables.short_table(stats))
-    harness = _if_any(cost_tables.harness_table(stats))
-    answers = _if_any(perplexity_tables.answer_table(stats))
-    costs, controls = cost_tables.cost_table(stats), cost_tables.control_table(stats)
+    retention = _if_any(report_tables.retention_table(stats))
+    prices = _if_any(report_tables.short_table(stats))
+    harness = _if_any(report_tables.harness_table(stats))
+    answers = _if_any(report_tables.answer_table(stats))
+    costs, controls = report_tables.cost_table(stats), report_tables.control_table(stats)
     cautions = [one_line(line) for line in stats.run.get("cautions") or []]
     failed = [one_line(line) for line in stats.run.get("failed") or []]
-    chance = _if_any(cost_tables.chance_text(stats))
+    chance = _if_any(report_tables.chance_text(stats))
     parts = [
         Section(heading="Cautions", lines=cautions),
         Section(
@@ -189,7 +188,9 @@ def sections(
         Section(heading="Other tasks", notes=[_HARNESS], tables=harness),
         Section(heading=_TIMES, notes=[_COST], tables=_if_any(costs)),
         Section(heading="Controls", notes=[_CONTROLS], tables=_if_any(controls)),
-        Section(heading="Samples that failed", lines=[*cost_tables.failure_lines(stats), *failed]),
+        Section(
+            heading="Samples that failed", lines=[*report_tables.failure_lines(stats), *failed]
+        ),
         Section(heading="Not run", lines=find_gaps(stats.results)),
     ]
     return [
@@ -213,8 +214,8 @@ def _accuracy_section(stats: RunStatistics, pictures: dict[str, Picture]) -> Sec
         heading="Accuracy by task and length",
         notes=[_ACCURACY, *_if_any(likelihood and _LIKELIHOOD, choice and _CHOICE_NOTE)],
         picture=pictures.get("accuracy"),
-        tables=retrieval_tables.accuracy_tables(stats),
-        lines=list(retrieval_tables.uniform_tasks(stats).values()),
+        tables=report_tables.accuracy_tables(stats),
+        lines=list(report_tables.uniform_tasks(stats).values()),
     )
 
 
@@ -224,14 +225,14 @@ def _heat_maps(stats: RunStatistics, ranking: Ranking, prefix: str) -> list[Heat
             task=task_name(task),
             note=_task_description(task),
             picture=""
-            if heatmap.single_samples(stats, task)
-            else prefix + heatmap.picture_name(task),
+            if figures.single_samples(stats, task)
+            else prefix + figures.picture_name(task),
             mark=filter_mark(task),
             tables=maps,
             lines=lines,
         )
         for task in stats.tasks
-        for maps, lines in [heatmap.depth_maps(stats, ranking, task)]
+        for maps, lines in [figures.depth_maps(stats, ranking, task)]
         if maps
     ]
 
@@ -273,7 +274,7 @@ def _perplexity_section(stats: RunStatistics, pictures: dict[str, Picture]) -> S
         heading="Perplexity by position",
         notes=notes,
         picture=pictures.get("perplexity"),
-        tables=perplexity_tables.tables(stats),
+        tables=report_tables.tables(stats),
     )
 
 
@@ -285,7 +286,7 @@ def _key_tokens_section(stats: RunStatistics) -> Section:
         evaluator="the plain model" if plain else one_line(evaluator),
         context=(record.get("short_context") or 0) if record else 0,
     )
-    table = perplexity_tables.key_token_table(stats)
+    table = report_tables.key_token_table(stats)
     return Section(heading="LongPPL", notes=[note], tables=_if_any(table))
 
 
@@ -296,5 +297,5 @@ def _sliding_section(stats: RunStatistics, pictures: dict[str, Picture]) -> Sect
         heading="Perplexity by length of context",
         notes=[_SLIDING.format(stride=stride)],
         picture=pictures.get("sliding"),
-        tables=_if_any(perplexity_tables.sliding_table(stats)),
+        tables=_if_any(report_tables.sliding_table(stats)),
     )

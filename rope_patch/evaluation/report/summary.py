@@ -1,28 +1,38 @@
-"""The summary: the usable length, by which method, at what cost, in sentences with numbers."""
+"""The summary: the usable length, by which method, at what cost, in sentences and a table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
-from rope_patch.evaluation.report.cost_tables import short_p_text, size_text
-from rope_patch.evaluation.report.format import (
+from rope_patch.evaluation.report.results.retrieval import THRESHOLD
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
+from rope_patch.evaluation.report.table import (
+    NOTHING,
+    Cell,
+    Row,
+    Table,
     change_range,
     change_text,
+    is_unknown,
     n_text,
+    nats_range,
+    nats_text,
     percent,
     percent_range,
     perplexity_range,
     perplexity_text,
     points_range,
     points_text,
+    ratio_column,
 )
-from rope_patch.evaluation.report.ranking import Ranking
-from rope_patch.evaluation.report.results.retrieval import THRESHOLD
-from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
-from rope_patch.evaluation.report.retrieval_tables import can_tell, is_informative
-from rope_patch.evaluation.report.table import is_unknown
-from rope_patch.evaluation.report.verdict import likelihood_sentences
+from rope_patch.evaluation.report.tables import can_tell, is_informative, short_p_text, size_text
+from rope_patch.evaluation.report.verdict import Ranking, likelihood_sentences, method_row
 from rope_patch.statistics import Interval
 
 _MAX_ITEMS = 4  # of a sentence
@@ -257,3 +267,288 @@ def _change_with_interval(interval: Interval) -> str:
 
 def _with_interval(text: str, span: str, interval: Interval) -> str:
     return f"{text} ({span}, {n_text(interval)})" if span else f"{text} ({n_text(interval)})"
+
+
+Column = tuple[Cell, list[Cell]]
+
+
+def summary_table(runs: list[tuple[str, RunStatistics, Ranking]]) -> tuple[Table | None, list[str]]:
+    """Return a row for each method, of each run where there are several, and lines below them.
+
+    A column with one value for all methods is a line.
+
+    Args:
+        runs: Titles, statistics and the order of the methods.
+    """
+    entries = [(stats, label) for _, stats, _ in runs for label in stats.labels]
+    columns = [
+        (head, cells)
+        for head, cells in _columns([stats for _, stats, _ in runs], entries)
+        if any(cell.text != NOTHING for cell in cells)
+    ]
+    lines = []
+    if len(entries) > 2:
+        constant = [column for column in columns if len({(c.text, c.note) for c in column[1]}) == 1]
+        lines = [_line(head, cells[0]) for head, cells in constant]
+        columns = [column for column in columns if column not in constant]
+    if not columns:
+        return None, lines
+    rows: list[Row] = []
+    position = 0
+    for title, stats, ranking in runs:
+        group = title if len(runs) > 1 else ""
+        part = [
+            method_row(stats, label, [cells[position + i] for _, cells in columns], group)
+            for i, label in enumerate(stats.labels)
+        ]
+        position += len(part)
+        rows += ranking.arrange(_table([], part), mark=True).rows
+    if any(len(labels) > 1 for _, _, ranking in runs for labels in ranking.groups):
+        times = "; times are the first's" * any(stats.results.get("cost") for _, stats, _ in runs)
+        lines.append(f"= joins methods with the same numbers at every length{times}.")
+    measures = {ranking.measure for _, _, ranking in runs}
+    by = f", best first by {measures.pop()}" if len(measures) == 1 else ", best first"
+    name = f"Methods{by}; 95% intervals in brackets"
+    return replace(_table([head for head, _ in columns], rows), name=name), lines
+
+
+def _table(columns: list[Cell], rows: list[Row]) -> Table:
+    return Table(name="", corner="method", columns=columns, rows=rows, groups=[])
+
+
+def _line(head: Cell, cell: Cell) -> str:
+    value = f"{cell.text} ({cell.note})" if cell.note else cell.text
+    unit = f" ({head.note})" if head.note else ""
+    return f"The same with every method: {head.text}{unit}: {value}."
+
+
+def _columns(
+    runs: list[RunStatistics], entries: list[tuple[RunStatistics, str]]
+) -> Iterator[Column]:
+    """Yield the columns with a cell an entry, the deciding ones first."""
+    longest = {stats.lengths[-1] for stats in runs if stats.lengths}
+    decisive = {stats.verdict_length for stats in runs if stats.verdict_length}
+    trained = {stats.trained_length for stats in runs}
+    at = f"at {longest.pop():,}" if len(longest) == 1 else "at the longest"
+    where = f"at {min(decisive):,}" if len(decisive) == 1 else "at the longest"
+    of = f"{trained.pop():,}" if len(trained) == 1 else "the trained length"
+
+    def each(cell: Callable[[RunStatistics, str], Cell]) -> list[Cell]:
+        return [cell(stats, label) for stats, label in entries]
+
+    nats = Cell(text=f"loss of right answers {where}", note="nats a token")
+    yield nats, each(_loss_cell)
+    if any(stats.lengths and stats.effective_length(label)[0] for stats, label in entries):
+        tip = f"retention surely above {THRESHOLD:.0%} up to this length"
+        yield Cell(text="usable up to", note="tokens", tip=tip), each(_effective_cell)
+    if any(stats.has_ruler for stats in runs):
+        yield Cell(text="RULER's 85.6% up to", note="tokens"), each(_ruler_cell)
+    if any(can_tell(_retention(stats, label)) for stats, label in entries):
+        retention = Cell(text=f"accuracy kept {at}", note=f"% of the plain model's up to {of}")
+        yield retention, each(lambda stats, label: _share_cell(_retention(stats, label)))
+    shares = [_far_accuracy(stats, label) for stats, label in entries]
+    if not decisive or any(is_informative(share) for share in shares):
+        yield Cell(text=f"accuracy beyond {of}", note="%"), list(map(_share_cell, shares))
+    yield from _perplexity_columns(runs, entries, of)
+    short = Cell(text="short tasks", note="points more than the plain model")
+    yield short, each(_short_cell)
+    time = Cell(text="time to read a prompt", note="times that of the first method")
+    yield time, each(_time_cell)
+    memory = Cell(
+        text="cache and a step", note="MB", tip="the most that decoding one token allocates"
+    )
+    yield memory, each(_memory_cell)
+
+
+def _perplexity_columns(
+    runs: list[RunStatistics], entries: list[tuple[RunStatistics, str]], of: str
+) -> Iterator[Column]:
+    far = [stats.ratio_to_control(label) for stats, label in entries]
+    contexts = {record["context"] for stats in runs if (record := stats.control_record)}
+    base = "the control"
+    if len(contexts) == 1:
+        base = f"the text cut to {contexts.pop():,}"
+    if not any(far):
+        far = [_ratio_to_plain(stats, label, beyond=True) for stats, label in entries]
+        base = "the plain model"
+    yield ratio_column(far, f"perplexity beyond {of}", base)
+    near = [_ratio_to_plain(stats, label, beyond=False) for stats, label in entries]
+    yield ratio_column(near, f"perplexity up to {of}", "the plain model")
+
+
+def _ratio_to_plain(stats: RunStatistics, label: str, *, beyond: bool) -> Interval | None:
+    if stats.plain is None or label == stats.plain:
+        return None
+    return stats.ratio(label, stats.plain, beyond=beyond)
+
+
+def _retention(stats: RunStatistics, label: str) -> Interval | None:
+    return stats.retention(label, stats.lengths[-1]) if stats.lengths else None
+
+
+def _far_accuracy(stats: RunStatistics, label: str) -> Interval | None:
+    lengths = stats.lengths_beyond_training
+    return stats.accuracy(label, lengths=lengths) if lengths else None
+
+
+def _loss_cell(stats: RunStatistics, label: str) -> Cell:
+    loss = stats.answer_loss(label, stats.verdict_length) if stats.verdict_length else None
+    if loss is None:
+        return Cell(text=NOTHING)
+    text, span = nats_text(loss.mean.estimate), nats_range(loss.mean)
+    texts = f"{loss.mean.effective_n:,.0f} texts"
+    tip = f"{text} nats a token, 95% interval {span or 'unknown'}, n = {loss.mean.n:,.0f}, {texts}"
+    return Cell(text=text, note=span or "no interval", tip=tip)
+
+
+def _effective_cell(stats: RunStatistics, label: str) -> Cell:
+    if not stats.lengths:
+        return Cell(text=NOTHING)
+    length, reason = stats.effective_length(label)
+    text = "none shown" if length is None else f"{length:,}"
+    return Cell(text=text, tip=reason, beyond=bool(length and length > stats.trained_length))
+
+
+def _ruler_cell(stats: RunStatistics, label: str) -> Cell:
+    if not stats.has_ruler:
+        return Cell(text=NOTHING)
+    length, reason = stats.ruler_effective_length(label)
+    return Cell(text="none shown" if length is None else f"{length:,}", tip=reason)
+
+
+def _share_cell(interval: Interval | None) -> Cell:
+    if interval is None:
+        return Cell(text=NOTHING)
+    text, span = percent(interval.estimate), percent_range(interval)
+    tip = f"{text}, 95% interval {span}, {n_text(interval)}"
+    return Cell(text=text.removesuffix("%"), note=span.removesuffix("%"), tip=tip)
+
+
+def _short_cell(stats: RunStatistics, label: str) -> Cell:
+    paired = stats.short_overall(label)
+    if paired is None:
+        return Cell(text=NOTHING)
+    change = paired.difference
+    text, span = points_text(change.estimate), points_range(change)
+    tip = f"{text} points against the plain model, {span}, {n_text(change)}"
+    return Cell(text=text, note=span, tip=f"{tip}, {short_p_text(stats, label)}")
+
+
+def _time_cell(stats: RunStatistics, label: str) -> Cell:
+    cost = (stats.results.get("cost") or {}).get(label)
+    if not cost or not (ratio := cost.get("prompt_ratio")):
+        return Cell(text=NOTHING)
+    low, middle, high = (float(value) for value in ratio)
+    tip = f"median ×{middle:.2f}, from {low:.2f} to {high:.2f} over the repeats"
+    return Cell(text=f"{middle:.2f}", note=f"{low:.2f}–{high:.2f}", tip=tip)
+
+
+def _memory_cell(stats: RunStatistics, label: str) -> Cell:
+    cost = (stats.results.get("cost") or {}).get(label)
+    if not cost or not (size := cost.get("peak_bytes")):
+        return Cell(text=NOTHING)
+    return Cell(text=f"{size / 1e6:,.1f}")
+
+
+_WIDTH = 100  # columns where no terminal tells its own
+_GAP = "  "
+_MIN_NAME = 16  # columns that a method's name keeps where the window is narrow
+_BEST = "* "
+
+
+def overview(page: dict[str, Any], width: int | None = None) -> str:
+    """Return the title, each run's headline, the table and cautions.
+
+    Args:
+        page: The data of the report's templates.
+        width: Columns of the terminal; asked of it if None.
+    """
+    width = width or shutil.get_terminal_size((_WIDTH, 24)).columns
+    runs = page["runs"]
+    alone = len(runs) == 1
+    lines = [page["title"]]
+    for run in runs:
+        lines.append(run["headline"] if alone else f"{run['title']}: {run['headline']}")
+    parts = ["\n".join(_wrapped(line, width) for line in lines)]
+    if page["summary"] is not None:
+        parts.append(fitted_table(page["summary"], width))
+    parts += [_wrapped(line, width) for line in page["summary_lines"]]
+    cautions = [
+        f"caution: {caution}" if alone else f"caution, {run['title']}: {caution}"
+        for run in runs
+        for caution in [*run["warnings"], *run["cautions"]]
+    ]
+    if cautions:
+        parts.append("\n".join(cautions))
+    return "\n\n".join(parts)
+
+
+def fitted_table(table: Table, width: int) -> str:
+    """Return the rows before a table's fold as lines of at most a width.
+
+    Heads are wrapped. Columns that do not fit are left out from the right; the last line names them
+    and tells how many rows there are behind the fold.
+
+    Args:
+        table: A table.
+        width: Columns of the terminal.
+    """
+    names = [f"{row.group}, {row.name}" if row.group else row.name for row in table.shown]
+    marks = [_BEST if row.best else "" for row in table.shown]
+    names = [mark + name for mark, name in zip(marks, names, strict=True)]
+    columns = [[_text(row.cells[i]) for row in table.shown] for i in range(len(table.columns))]
+    heads = [
+        [*_head_lines(head, cells)] for head, cells in zip(table.columns, columns, strict=True)
+    ]
+    widths = [max(map(len, [*head, *cells])) for head, cells in zip(heads, columns, strict=True)]
+    room = width - len(_GAP) - max([_MIN_NAME, *(min(len(name), width // 3) for name in names)])
+    shown = 0
+    while shown < len(widths) and widths[shown] + len(_GAP) <= room:
+        room -= widths[shown] + len(_GAP)
+        shown += 1
+    name_width = width - len(_GAP) - sum(w + len(_GAP) for w in widths[:shown])
+    name_width = min(name_width, max(map(len, [table.corner, *names])))
+    depth = max((len(head) for head in heads[:shown]), default=1)
+    lines = []
+    for i in range(depth):
+        cells = [(head + [""] * depth)[i] for head in heads[:shown]]
+        lines.append(_terminal_line(table.corner if i == 0 else "", cells, name_width, widths))
+    for name, row in zip(names, range(len(names)), strict=True):
+        cells = [column[row] for column in columns[:shown]]
+        first, *rest = textwrap.wrap(name, name_width) or [""]
+        lines.append(_terminal_line(first, cells, name_width, widths))
+        lines += [_terminal_line(f"  {more}"[:name_width], [], name_width, widths) for more in rest]
+    parts = [_wrapped(f"{table.name}:", width), *lines]
+    hints = []
+    if table.folded:
+        hints.append(f"{len(table.folded)} more rows")
+    if missing := [head.text for head in table.columns[shown:]]:
+        hints.append(f"the columns {', '.join(missing)}")
+    if any(marks):
+        parts.append(_wrapped(f"{_BEST}all others are shown to be worse", width))
+    if hints:
+        parts.append(_wrapped(f"In the report: {'; '.join(hints)}.", width))
+    return "\n".join(parts)
+
+
+def _terminal_line(name: str, cells: list[str], name_width: int, widths: list[int]) -> str:
+    padded = [cell.ljust(w) for cell, w in zip(cells, widths, strict=False)]
+    return (_GAP + _GAP.join([name.ljust(name_width), *padded])).rstrip()
+
+
+def _head_lines(head: Cell, cells: list[str]) -> list[str]:
+    """Return a head in lines that are about as wide as the column's cells."""
+    words = [*head.text.split(), *head.note.split()]
+    width = max([12, *map(len, cells), *map(len, words)])
+    return [*textwrap.wrap(head.text, width), *textwrap.wrap(head.note and f"({head.note})", width)]
+
+
+def _text(cell: Cell) -> str:
+    return f"{cell.text} ({cell.note})" if cell.note else cell.text
+
+
+def _wrapped(text: str, width: int) -> str:
+    # An equation stays on one line: textwrap does not break at a non-breaking space.
+    whole = re.sub(r"\b([pn]) ([=<]) ", "\\1\u00a0\\2\u00a0", text)
+    lines = textwrap.fill(whole, width, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\u00a0", " ")

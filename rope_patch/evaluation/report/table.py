@@ -1,20 +1,15 @@
-"""Tables for HTML, Markdown and terminals alike."""
+"""Tables for HTML, Markdown and terminals alike, and numbers and names as text."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rope_patch.evaluation.report.format import (
-    NOTHING,
-    change_range,
-    change_text,
-    in_percent,
-    n_text,
-    perplexity_range,
-    perplexity_text,
-)
 from rope_patch.statistics import Interval
+from rope_patch.utils import errors
+from rope_patch.utils.checksums import digest
 from rope_patch.utils.plain_text import align
 
 # Names of colours, next to m0, m1, ... for the methods.
@@ -161,3 +156,136 @@ def length_groups(columns: list[Cell], trained: int) -> list[tuple[Cell, int]]:
 def length_heads(lengths: list[int], trained: int) -> list[Cell]:
     """Return a column head for each length."""
     return [Cell(text=f"{length:,}", beyond=length > trained) for length in lengths]
+
+
+NOTHING = "–"
+_MANY_TIMES = 3  # a ratio from which on "times" reads better than a percentage
+
+
+def one_line(text: Any) -> str:
+    """Return any text as one printable line, however long."""
+    return errors.one_line(text, max_length=None)
+
+
+def filter_mark(text: str) -> str:
+    """Return a name's mark for filters, free of special characters."""
+    return f"f{digest(text.encode('utf-8', 'replace'), 8)}"
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage: 92%; never 100% or 0% where a little is missing."""
+    whole = 100 * share
+    digits = 0 if round(whole) not in (0, 100) or math.isclose(whole, round(whole)) else 1
+    return f"{whole:.{digits}f}%"
+
+
+def percent_range(interval: Interval) -> str:
+    """Return an interval of shares: 84–96%."""
+    high = f"{100 * interval.high:.0f}%" if math.isfinite(interval.high) else "∞"
+    return f"{100 * interval.low:.0f}–{high}"
+
+
+def n_text(interval: Interval) -> str:
+    """Return how many samples an interval rests on, and as how many they count."""
+    unit = "" if interval.unit == "samples" else interval.unit
+    text = f"n = {interval.n:,.0f}{' ' * bool(unit)}{unit}"
+    if interval.effective_n < 0.95 * interval.n:
+        text += f", effectively {interval.effective_n:,.0f}"
+    return text
+
+
+def perplexity_text(value: Any) -> str:
+    """Return a perplexity to three digits or so: 8.03, 15.2, 397."""
+    if value is None:
+        return NOTHING
+    value = float(value)
+    if not math.isfinite(value):
+        return "nan" if math.isnan(value) else "∞"
+    for limit, digits in ((10, 2), (100, 1)):
+        if round(value, digits) < limit:
+            return f"{value:.{digits}f}"
+    return f"{value:,.0f}" if value < 1e6 else f"{value:.1e}"
+
+
+def perplexity_range(interval: Interval) -> str:
+    """Return an interval of perplexities: 14.8–15.9; nothing without bounds."""
+    if interval.low <= 0 and interval.high == math.inf:
+        return ""
+    return f"{perplexity_text(interval.low)}–{perplexity_text(interval.high)}"
+
+
+def in_percent(*intervals: Interval | None) -> bool:
+    """Return whether ratios read well as percentages: none is as much as three times."""
+    values = [v for i in intervals if i is not None for v in (i.low, i.estimate, i.high)]
+    return all(1 / _MANY_TIMES < value < _MANY_TIMES for value in values if not math.isnan(value))
+
+
+def change_text(interval: Interval, *, percent: bool | None = None, unit: bool = True) -> str:
+    """Return a ratio as a change, +0.7% or −3.0%, or as a factor, ×5.4.
+
+    Args:
+        interval: The ratio.
+        percent: Whether as a percentage; where that reads well if None.
+        unit: Whether with its unit.
+    """
+    return _ratio_text(interval.estimate, interval, percent, unit)
+
+
+def change_range(interval: Interval, *, percent: bool | None = None, unit: bool = True) -> str:
+    """Return an interval of ratios in one unit: −0.2 to +1.6%, ×2.0–2.2; nothing without bounds."""
+    if interval.low <= 0 and interval.high == math.inf:
+        return ""
+    as_percent = in_percent(interval) if percent is None else percent
+    low, high = (_ratio_text(v, interval, as_percent, unit) for v in (interval.low, interval.high))
+    if as_percent:
+        return f"{low.removesuffix('%')} to {high}"
+    return f"{low}–{high.removeprefix('×')}"
+
+
+def _ratio_text(value: float, interval: Interval, percent: bool | None, unit: bool) -> str:
+    if math.isnan(value):
+        return NOTHING
+    if in_percent(interval) if percent is None else percent:
+        text = f"{100 * abs(value - 1):.1f}"
+        sign = "±" if text == "0.0" else "+" if value > 1 else "−"
+        return f"{sign}{text}{'%' * unit}"
+    return f"{'×' * unit}{_factor_text(value, interval.high - interval.low)}"
+
+
+def _factor_text(value: float, width: float) -> str:
+    """Return a factor to as many digits as its interval's width leaves a meaning."""
+    if not math.isfinite(value):
+        return "∞"
+    if value >= 10:
+        return f"{value:,.0f}"
+    digits = 3 if width < 0.1 else 2 if width < 1 or value < 1 else 1
+    return f"{value:.{digits}f}" if value >= 0.005 else "<0.01"
+
+
+def points_text(difference: float) -> str:
+    """Return a difference of shares in points: +1.2, −3.0."""
+    text = f"{abs(100 * difference):.1f}"
+    return ("±" if text == "0.0" else "+" if difference > 0 else "−") + text
+
+
+def nats_text(nats: float) -> str:
+    """Return a loss in nats to two digits behind the point: 0.89, −4.10."""
+    return f"{nats:.2f}".replace("-", "−")
+
+
+def nats_range(interval: Interval) -> str:
+    """Return an interval of losses: 0.41–0.80, −4.20 to −0.89; nothing without bounds."""
+    if not math.isfinite(interval.half_width):
+        return ""
+    low, high = nats_text(interval.low), nats_text(interval.high)
+    return f"{low} to {high}" if "−" in low + high else f"{low}–{high}"
+
+
+def points_range(interval: Interval) -> str:
+    """Return an interval of differences in points: −1.0 to +3.2."""
+    return f"{points_text(interval.low)} to {points_text(interval.high)}"
+
+
+def p_text(p: float) -> str:
+    """Return a p-value: p = 0.03, p < 0.001."""
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"

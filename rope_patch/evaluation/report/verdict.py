@@ -1,17 +1,40 @@
-"""The verdict of few answers: which method makes the right ones likelier, and how sure it is."""
+"""What a run says of its methods: their ranking, the verdict of few answers, the headline."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any
 
-from rope_patch.evaluation.report.format import nats_range, nats_text, p_text
-from rope_patch.evaluation.report.ranking import Ranking
 from rope_patch.evaluation.report.results.likelihood import SIGNIFICANCE_LEVEL
+from rope_patch.evaluation.report.results.retrieval import THRESHOLD, RunResults
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
-from rope_patch.statistics import MeanTest, texts_to_decide
+from rope_patch.evaluation.report.table import (
+    Cell,
+    Row,
+    Table,
+    change_range,
+    change_text,
+    filter_mark,
+    n_text,
+    nats_range,
+    nats_text,
+    one_line,
+    p_text,
+    percent,
+    percent_range,
+    perplexity_range,
+    perplexity_text,
+    points_range,
+    points_text,
+)
+from rope_patch.evaluation.results_schema import RunRecord, SampleRecord
+from rope_patch.statistics import Interval, MeanTest, texts_to_decide
 
-_MAX_NAMES = 4  # of a sentence
+_MAX_RIVALS = 4  # of a sentence
 
 
 def likelihood_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:
@@ -24,7 +47,7 @@ def likelihood_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str
     if best is None or comparison is None:
         return
     yield comparison_sentence(stats, best, length, *comparison)
-    if others := _rivals(stats, ranking):
+    if others := _rivals_of_verdict(stats, ranking):
         yield others
     if floor := _floor(stats, best, length):
         yield floor
@@ -121,14 +144,14 @@ def comparison_sentence(
     return f"{head} {who} makes the right answers likelier than no patch: {numbers}."
 
 
-def _rivals(stats: RunStatistics, ranking: Ranking) -> str:
+def _rivals_of_verdict(stats: RunStatistics, ranking: Ranking) -> str:
     if len(stats.patched) < 2:
         return ""
     names = [stats.names[label] for label in ranking.rivals]
     if not names:
         return "Each of the other methods is shown to be worse than it."
-    shown = ", ".join(names[:_MAX_NAMES])
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    shown = ", ".join(names[:_MAX_RIVALS])
+    more = f" and {len(names) - _MAX_RIVALS} more" if len(names) > _MAX_RIVALS else ""
     return f"Not told apart from it: {shown}{more}."
 
 
@@ -143,3 +166,458 @@ def _floor(stats: RunStatistics, best: str, length: int) -> str:
     if stats.reads_answers(best, length):
         return f"{text}: the model does read them."
     return f"{text}: it is not shown that the model reads them."
+
+
+def method_row(
+    run: RunResults, label: str, cells: list[Cell], group: str = "", task: str = ""
+) -> Row:
+    """Return the row of a method in a table of one run.
+
+    Args:
+        run: The run.
+        label: The method's label.
+        cells: The row's cells.
+        group: The head above the row; none if empty.
+        task: The task that filters know the row by; none if empty.
+    """
+    return Row(
+        name=run.names[label],
+        key=run.colour_names[label],
+        cells=cells,
+        group=group,
+        method=filter_mark(label),
+        task=filter_mark(task) if task else "",
+    )
+
+
+_MAX_GAPS = 6  # of a sentence
+
+
+def find_gaps(results: RunRecord) -> list[str]:
+    """Return what is missing from one run's results, each with the reason.
+
+    A part that failed is missing. So is a task's score at a length under a method if all of its
+    samples failed. A failed sample among others is no gap: the report lists it without counting it.
+
+    Args:
+        results: One run's results.
+    """
+    missing = [one_line(note) for note in results["run"].get("not_run") or []]
+    tasks = [(entry["task"], entry["samples"]) for entry in results.get("retrieval") or []]
+    tasks += [
+        (f"the control of {entry['task']}", entry["samples"])
+        for entry in results.get("control") or []
+    ]
+    for name, samples in tasks:
+        for label, rows in samples.items():
+            missing += _lengths_without_score(f"{name}, {label}", rows)
+    for entry in results.get("short") or []:
+        for label, scores in entry["samples"].items():
+            if scores and all(score is None for score in scores):
+                missing.append(one_line(f"{entry['task']}, {label}: all of its samples failed"))
+    return missing
+
+
+def _lengths_without_score(task: str, rows: Sequence[SampleRecord]) -> list[str]:
+    """Return the lengths at which no sample has a score; one entry if that is so at all lengths."""
+    by_length: dict[int, list[SampleRecord]] = {}
+    for row in rows:
+        by_length.setdefault(row["length"], []).append(row)
+    empty = {
+        length: at[0].get("error")
+        for length, at in by_length.items()
+        if all(row["score"] is None for row in at)
+    }
+    if len(empty) == len(by_length) > 1:
+        return [one_line(f"{task}: {next(iter(empty.values()))}")]
+    return [
+        one_line(f"{task}, {length:,} tokens: {reason}") for length, reason in sorted(empty.items())
+    ]
+
+
+def gap_sentence(missing: list[str]) -> str:
+    """Return one sentence that names the gaps and how to fill them.
+
+    Args:
+        missing: From `find_gaps`; not empty.
+    """
+    names = [note.partition(": ")[0] for note in missing]
+    shown = names[:_MAX_GAPS] + [f"{len(names) - _MAX_GAPS} more"] * (len(names) > _MAX_GAPS)
+    parts = "1 part was" if len(names) == 1 else f"{len(names)} parts were"
+    return (
+        f"Incomplete: {parts} not measured ({'; '.join(shown)}); the same command tries again, and "
+        "keeps what was measured."
+    )
+
+
+MAX_ROWS = 8  # of a table before its fold
+
+# The plain model and the best methods have a colour; all others are grey.
+PLAIN, BEST, REST = "m1", "m0", "rest"
+_BEST = (BEST, "m2", "m3")
+
+
+class Ranking:
+    """The order in which tables, figures and sentences name a run's methods.
+
+    The deciding measure is the likelihood of the right answers at the longest length beyond the
+    trained one; else how far accuracy is kept, or accuracy; else perplexity beyond the trained
+    length. Methods that tie are ordered by their price within the trained length.
+    """
+
+    def __init__(self, stats: RunStatistics) -> None:
+        self._stats = stats
+
+    @cached_property
+    def groups(self) -> list[list[str]]:
+        """Return all labels, best first; a list holds those with the same numbers everywhere."""
+        same: dict[object, list[str]] = {}
+        for label in self._stats.labels:
+            numbers = None if label == self._stats.plain else _numbers(self._stats, label)
+            same.setdefault(numbers or label, []).append(label)
+        return sorted(same.values(), key=lambda labels: self._key(labels[0]))
+
+    @property
+    def best(self) -> str | None:
+        """Return the first of the patched methods; the plain model if there is none."""
+        labels = [labels[0] for labels in self.groups]
+        patched = [label for label in labels if label != self._stats.plain]
+        return next(iter([*patched, *labels]), None)
+
+    @property
+    def measure(self) -> str:
+        """Return what the order goes by, in words."""
+        stats = self._stats
+        if (length := stats.verdict_length) is not None:
+            return f"how likely the right answers are at {length:,} tokens"
+        if stats.tasks and stats.lengths_beyond_training:
+            return f"accuracy beyond {stats.trained_length:,} tokens"
+        if any(stats.average(label, beyond=True) for label in stats.labels):
+            return f"perplexity beyond {stats.trained_length:,} tokens"
+        return f"perplexity up to {stats.trained_length:,} tokens"
+
+    @cached_property
+    def rivals(self) -> list[str]:
+        """Return the methods that the likelihoods do not tell apart from the best one.
+
+        Those under which all answers are as likely as under the best one are not among them.
+        """
+        length = self._stats.verdict_length
+        if length is None or self.best is None:
+            return []
+        not_worse = {self._stats.best_by_likelihood(length), *self._stats.rivals_of_best(length)}
+        return [
+            labels[0]
+            for labels in self.groups
+            if labels[0] in not_worse and labels[0] not in self._equals(length)
+        ]
+
+    @cached_property
+    def shown_best(self) -> set[str]:
+        """Return the best method's label, and those that equal it; none unless all others lose.
+
+        The likelihoods must show each other method to be worse, and the plain model, too.
+        """
+        stats, length = self._stats, self._stats.verdict_length
+        if length is None or self.best is None or self.rivals:
+            return set()
+        comparison = stats.comparisons_with_plain(length).get(self.best)
+        equals = self._equals(length)
+        if comparison is None or equals >= set(stats.patched):
+            return set()
+        difference, p_value = comparison
+        better = difference.mean.estimate < 0 and p_value < SIGNIFICANCE_LEVEL
+        return equals if better else set()
+
+    @cached_property
+    def colours(self) -> dict[str, str]:
+        """Return the name of each label's colour."""
+        patched = [labels for labels in self.groups if labels[0] != self._stats.plain]
+        colours = dict.fromkeys(self._stats.labels, REST)
+        for colour, labels in zip(_BEST, patched, strict=False):
+            colours |= dict.fromkeys(labels, colour)
+        if self._stats.plain is not None:
+            colours[self._stats.plain] = PLAIN
+        return colours
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Return the name of each group by its first label: its methods with = between them."""
+        names = self._stats.names
+        return {labels[0]: " = ".join(names[label] for label in labels) for labels in self.groups}
+
+    def arrange(self, table: Table, *, merge: bool = True, mark: bool = False) -> Table:
+        """Return a table with its methods best first, and what is beyond its length folded.
+
+        Args:
+            table: A table with a row a method, in one or several groups.
+            merge: Whether methods with the same numbers everywhere become one row. Times differ
+                even so.
+            mark: Whether to mark the best method, which the deciding measure names.
+        """
+        rows: list[Row] = []
+        for _, group in groupby(table.rows, key=lambda row: row.group):
+            rows += self._arranged(list(group), merge, mark)
+        return replace(table, rows=rows)
+
+    def _arranged(self, rows: list[Row], merge: bool, mark: bool) -> list[Row]:
+        by_mark = {row.method: row for row in rows if row.method}
+        others = [row for row in rows if not row.method]  # such as controls
+        arranged: list[Row] = []
+        for labels in self.groups:
+            measured = [label for label in labels if filter_mark(label) in by_mark]
+            for label in measured[:1] if merge else measured:
+                merged = measured if merge else [label]
+                arranged.append(self._row(by_mark[filter_mark(label)], merged, mark))
+        room = MAX_ROWS - len(others)
+        if len(arranged) > room:
+            plain = next((row for row in arranged if row.key == PLAIN), None)
+            shown = arranged[:room]
+            if plain is not None and plain not in shown:
+                shown = [*arranged[: room - 1], plain]
+            folded = [replace(row, folded=True) for row in arranged if row not in shown]
+            arranged = [*shown, *folded]
+        return [*(row for row in arranged if not row.folded), *others, *arranged[room:]]
+
+    def _row(self, row: Row, labels: list[str], mark: bool) -> Row:
+        names = self._stats.names
+        return replace(
+            row,
+            name=" = ".join(names[label] for label in labels),
+            key=self.colours[labels[0]],
+            method=" ".join(map(filter_mark, labels)),
+            best=mark and labels[0] in self.shown_best,
+        )
+
+    def _key(self, label: str) -> tuple[float, ...]:
+        """Return what sorts a method: smaller is better."""
+        stats = self._stats
+        price = _price(stats, label)
+        if (length := stats.verdict_length) is not None:
+            loss = stats.answer_loss(label, length)
+            return (loss.mean.estimate if loss else math.inf, price)
+        if stats.tasks and stats.lengths_beyond_training:
+            retention = stats.retention(label, stats.lengths[-1])
+            far = stats.accuracy(label, lengths=stats.lengths_beyond_training)
+            kept = retention.estimate if retention else far.estimate if far else -1
+            usable = stats.effective_length(label)[0] or 0
+            return (-usable, -kept, _far_loss(stats, label), price)
+        return (_far_loss(stats, label), price)
+
+    def _equals(self, length: int) -> set[str]:
+        """Return the patched methods with the best one's loss, itself among them."""
+        stats = self._stats
+        if self.best is None:
+            return set()
+        loss = stats.answer_loss(self.best, length)
+        return {label for label in stats.patched if stats.answer_loss(label, length) == loss}
+
+
+def _price(stats: RunStatistics, label: str) -> float:
+    """Return perplexity within the trained length over the plain model's; infinite if unknown."""
+    if label == stats.plain:
+        return 1.0
+    ratio = stats.ratio(label, stats.plain, beyond=False) if stats.plain is not None else None
+    ratio = ratio or stats.average(label, beyond=False)
+    return math.inf if ratio is None or math.isnan(ratio.estimate) else ratio.estimate
+
+
+def _far_loss(stats: RunStatistics, label: str) -> float:
+    """Return perplexity beyond the trained length; infinite if unknown."""
+    loss = stats.ratio_to_control(label) or stats.average(label, beyond=True)
+    return math.inf if loss is None or math.isnan(loss.estimate) else loss.estimate
+
+
+def _numbers(stats: RunStatistics, label: str) -> str:
+    """Return everything that was measured under a method but times; empty if nothing was."""
+    results: Any = stats.results
+    perplexity = results.get("perplexity") or {}
+    records = [perplexity, perplexity.get("sliding"), perplexity.get("key_tokens")]
+    parts = [(record or {}).get("losses", {}).get(label) for record in records]
+    parts += [(entry["samples"].get(label)) for entry in results.get("retrieval") or []]
+    parts += [entry["samples"].get(label) for entry in results.get("short") or []]
+    parts += [entry["metrics"].get(label) for entry in results.get("harness") or []]
+    return repr(parts) if any(parts) else ""
+
+
+_MAX_NAMES = 2  # of a sentence
+
+
+def headline(stats: RunStatistics, ranking: Ranking) -> str:
+    """Return the sentence that a reader of nothing else needs.
+
+    Retrieval decides before perplexity does: accuracy where it shows a length to be usable, else
+    the likelihood of the right answers, else accuracy again. What cannot be decided is said so.
+
+    Args:
+        stats: One run's statistics.
+        ranking: The order of its methods.
+    """
+    best = ranking.best
+    if best is None:
+        return "Nothing was measured."
+    usable = stats.effective_length(best)[0] if stats.lengths else None
+    if usable is not None and usable > stats.trained_length:
+        return _usable(stats, ranking, best, usable)
+    length = stats.verdict_length
+    if length is not None and (test := stats.comparisons_with_plain(length).get(best)):
+        return _likelier(stats, ranking, best, length, *test)
+    if stats.lengths_beyond_training:
+        return _accuracy(stats, best)
+    if stats.average(best, beyond=True) is not None:
+        return _perplexity(stats, best)
+    if not stats.tasks and not stats.losses:
+        return "Nothing was measured that tells which method to use."
+    return (
+        "This run cannot decide what to use: it measured nothing beyond the trained "
+        f"{stats.trained_length:,} tokens."
+    )
+
+
+def _usable(stats: RunStatistics, ranking: Ranking, best: str, length: int) -> str:
+    times = f"{length / stats.trained_length:.3g}"
+    who = f"Use {_names(stats, ranking, best)}" if best != stats.plain else "Use the plain model"
+    text = f"{who} up to {length:,} tokens, {times} times the trained {stats.trained_length:,}: it "
+    if (retention := stats.retention(best, length)) is not None:
+        numbers = f"{percent(retention.estimate)} ({percent_range(retention)}, {n_text(retention)})"
+        text += f"keeps {numbers} of the plain model's accuracy there"
+    return f"{text}{_price_text(stats, best)}{_rivals_text(stats, ranking)}."
+
+
+def _likelier(
+    stats: RunStatistics,
+    ranking: Ranking,
+    best: str,
+    length: int,
+    difference: MeanTest,
+    p_value: float,
+) -> str:
+    who, texts = stats.names[best], f"{difference.mean.effective_n:,.0f}"
+    count = f"{texts} text{'s' if texts != '1' else ''}"
+    sure = f"({p_text(p_value)}, {count})"
+    if difference.mean.low == difference.mean.high == 0:
+        return (
+            f"Use none of these methods at {length:,} tokens: with the best of them, {who}, the "
+            "right answers are exactly as likely as with the plain model "
+            f"({n_text(difference.mean)})."
+        )
+    if p_value >= SIGNIFICANCE_LEVEL:
+        needed = texts_needed(stats, length, difference)
+        more = f"; about {needed:,} would do" if needed else ""
+        leader = who if difference.mean.estimate < 0 else "the plain model"
+        likeliest = f"at {length:,} tokens: the right answers are the likeliest with {leader}, "
+        if (least := too_few_texts(stats, length, difference)) is not None:
+            few = "is too little" if texts == "1" else "are too few"
+            return (
+                f"This run cannot decide what to use {likeliest}but {count} {few} to say "
+                f"({least} decide)."
+            )
+        return (
+            f"This run cannot decide what to use {likeliest}but {count} are too few to be sure "
+            f"({p_text(p_value)}{more})."
+        )
+    if difference.mean.estimate > 0:
+        return (
+            f"Use none of these methods at {length:,} tokens: even with {who}, the best of them, "
+            f"the right answers are less likely than with the plain model {sure}."
+        )
+    if stats.floor is not None and not stats.reads_answers(best, length):
+        return (
+            f"This run cannot decide what to use at {length:,} tokens: with {who} the right "
+            f"answers are likelier than with the plain model {sure}, but not surely likelier than "
+            "where the text lacks them."
+        )
+    return (
+        f"At {length:,} tokens use {_names(stats, ranking, best)} rather than the plain model: the "
+        f"right answers are likelier with it {sure}{_price_text(stats, best)}"
+        f"{_rivals_text(stats, ranking)}; that the model is usable there is not shown."
+    )
+
+
+def _accuracy(stats: RunStatistics, best: str) -> str:
+    """Return what accuracy says where no length is shown to be usable."""
+    who = "the plain model" if best == stats.plain else stats.names[best]
+    far = stats.accuracy(best, lengths=stats.lengths_beyond_training)
+    share = "" if far is None else f"{percent(far.estimate)} ({percent_range(far)}, {n_text(far)})"
+    beyond = f"beyond the trained {stats.trained_length:,} tokens"
+    first = stats.lengths_beyond_training[0]
+    retention = stats.retention(best, first)
+    if retention is None:
+        reason = stats.effective_length(best)[1]
+        answers = f"; with {who} {share} of the answers are right there" if share else ""
+        return f"This run cannot decide what to use {beyond}: {reason}{answers}."
+    kept = f"{percent(retention.estimate)} ({percent_range(retention)}, {n_text(retention)})"
+    if retention.high >= THRESHOLD:
+        return (
+            f"This run cannot decide what to use {beyond}: with {who} the model keeps {kept} of "
+            f"its accuracy at {first:,}, which may be above or below {THRESHOLD:.0%}."
+        )
+    if best == stats.plain:
+        return (
+            f"The plain model is not usable {beyond}: at {first:,} it keeps {kept} of its accuracy."
+        )
+    return (
+        f"Use none of these methods {beyond}: even with {who}, the best of them, the model keeps "
+        f"{kept} of its accuracy at {first:,}."
+    )
+
+
+def _perplexity(stats: RunStatistics, best: str) -> str:
+    """Return what perplexity says alone: it does not show that far text is read."""
+    mine, beyond = stats.average(best, beyond=True), f"beyond {stats.trained_length:,} tokens"
+    numbers = _perplexity_text(mine) if mine else ""
+    head = "This run cannot decide what to use: it measured no answers, only perplexity, which "
+    if best == stats.plain:
+        return f"{head}{beyond} is {numbers} with the plain model."
+    plain = stats.average(stats.plain, beyond=True) if stats.plain is not None else None
+    text = f"{head}{beyond} is the lowest with {stats.names[best]}, {numbers}"
+    if plain is not None:
+        text += f" against {_perplexity_text(plain)} of the plain model"
+    ratio, record = stats.ratio_to_control(best), stats.control_record
+    if ratio is not None and record is not None:
+        cut = f"with the text cut to its last {record['context']:,} tokens"
+        sure = ", and lower than" if ratio.high < 1 else ", but not surely lower than"
+        text += f"{sure} {cut}, {_change(ratio)}"
+    return f"{text}."
+
+
+def _names(stats: RunStatistics, ranking: Ranking, best: str) -> str:
+    """Return the best method's name, and of those that are the same."""
+    labels = next(labels for labels in ranking.groups if best in labels)
+    return " or ".join(stats.names[label] for label in labels[: _MAX_NAMES + 1])
+
+
+def _price_text(stats: RunStatistics, label: str) -> str:
+    """Return what a method costs within the trained length; nothing where that is unknown."""
+    if stats.plain is None or label == stats.plain:
+        return ""
+    parts = []
+    ratio = stats.ratio(label, stats.plain, beyond=False)
+    if ratio is not None and math.isfinite(ratio.estimate):
+        parts.append(f"{_change(ratio)} in perplexity")
+    if (short := stats.short_overall(label)) is not None:
+        change = short.difference
+        numbers = f"{points_text(change.estimate)} points ({points_range(change)})"
+        parts.append(f"{numbers} at short tasks")
+    if not parts:
+        return ""
+    return f", at the price of {' and '.join(parts)} up to {stats.trained_length:,}"
+
+
+def _rivals_text(stats: RunStatistics, ranking: Ranking) -> str:
+    if not ranking.rivals:
+        return ""
+    names = [stats.names[label] for label in ranking.rivals[:_MAX_NAMES]]
+    more = len(ranking.rivals) - len(names)
+    listed = ", ".join(names) + f" and {more} more" * bool(more)
+    return f"; not told apart from it: {listed}"
+
+
+def _change(ratio: Interval) -> str:
+    text, span = change_text(ratio), change_range(ratio)
+    return f"{text} ({span})" if span else text
+
+
+def _perplexity_text(interval: Interval) -> str:
+    text, span = perplexity_text(interval.estimate), perplexity_range(interval)
+    return f"{text} ({span})" if span else text

@@ -13,17 +13,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from rope_patch.evaluation.merging import merge_runs
-from rope_patch.evaluation.report import figures, heatmap, terminal
-from rope_patch.evaluation.report.format import filter_mark, one_line
-from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
-from rope_patch.evaluation.report.headline import headline
-from rope_patch.evaluation.report.ranking import Ranking
+from rope_patch.evaluation.report import figures, summary
+from rope_patch.evaluation.report.merging import merge_runs
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.sections import sections
-from rope_patch.evaluation.report.summary import summary_sentences, summary_warnings
-from rope_patch.evaluation.report.summary_table import summary_table
-from rope_patch.evaluation.report.table import Row
+from rope_patch.evaluation.report.summary import summary_sentences, summary_table, summary_warnings
+from rope_patch.evaluation.report.table import Row, filter_mark, one_line
+from rope_patch.evaluation.report.verdict import Ranking, find_gaps, gap_sentence, headline
 from rope_patch.evaluation.results_schema import (
     DocumentRecord,
     GeometryRecord,
@@ -33,9 +29,9 @@ from rope_patch.evaluation.results_schema import (
 from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import add_checksum, json_safe
-from rope_patch.utils.escaping import escape_markdown, markdown_block
+from rope_patch.utils.errors import escape_markdown, markdown_block
+from rope_patch.utils.figures import PALETTE
 from rope_patch.utils.plain_text import format_duration
-from rope_patch.utils.plot_style import PALETTE
 from rope_patch.utils.provenance import Hardware
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -96,7 +92,7 @@ def write_report(
         if f"figures/{earlier.name}" not in files and _FIGURE.match(earlier.stem):
             earlier.unlink()
     if show is not None:
-        show(terminal.overview(page))
+        show(summary.overview(page))
     return folder / "report.html"
 
 
@@ -137,7 +133,7 @@ def _page_and_pictures(runs: Sequence[RunRecord]) -> tuple[dict[str, Any], dict[
         prefix = f"run{i}-" if len(runs) > 1 else ""
         pictures_of_run = figures.draw_figures(stats, ranking, prefix)
         pictures |= {picture.name: picture.png for picture in pictures_of_run.values()}
-        heat_maps = heatmap.draw_heat_maps(stats, ranking)
+        heat_maps = figures.draw_heat_maps(stats, ranking)
         pictures |= {f"{prefix}{name}": png for name, png in heat_maps.items()}
         parts = sections(stats, ranking, pictures_of_run, prefix)
         contents.append(_run_page(stats, ranking, title, parts))

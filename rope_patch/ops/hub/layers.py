@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rope_patch.ops.cpu import rope_from_cos_sin
+from rope_patch.ops.plain_torch import rope_from_cos_sin
 from rope_patch.ops.reference import rotate
 
 

@@ -22,8 +22,11 @@ from rope_patch.ops.kernels.launcher import (
     strides,
     tile_sizes,
 )
-from rope_patch.ops.kernels.qk_norm_rope_kernels import backward_kernel, forward_kernel
-from rope_patch.ops.kernels.weight_gradient_sum import sum_programs
+from rope_patch.ops.kernels.qk_norm_rope_kernels import (
+    backward_kernel,
+    forward_kernel,
+    sum_programs,
+)
 from rope_patch.ops.modes import require_first_order
 from rope_patch.ops.validation import validate_shapes
 

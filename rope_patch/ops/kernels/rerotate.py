@@ -35,7 +35,7 @@ from rope_patch.ops.kernels.tile import (
     store_rows,
     widen_pairs,
 )
-from rope_patch.ops.transfer import copy_to_device
+from rope_patch.ops.modes import copy_to_device
 from rope_patch.ops.validation import validate_shapes
 
 _ALIGNMENT = 16  # bytes of the widest access

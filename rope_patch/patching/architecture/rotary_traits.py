@@ -1,4 +1,4 @@
-"""Facts about a model's rotary module, found with one probe of its class."""
+"""Facts about a model's rotary module, found with probes of its class."""
 
 from __future__ import annotations
 
@@ -11,29 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.methods import Frequencies
+from rope_patch.methods import Frequencies, registered_methods
+from rope_patch.methods.position_map import PositionMap
 from rope_patch.ops.reference import rotate
 from rope_patch.patching.architecture.attention_source import APPLY, rotates_one_tensor
-from rope_patch.patching.architecture.probe import (
-    as_tuple,
-    call_rotary,
-    make_probe,
-    probe_frequencies,
-    probe_outputs,
-)
+from rope_patch.patching.architecture.frequency_buffers import set_frequencies
 from rope_patch.patching.architecture.rotary_modules import (
     CANNOT_FOLLOW_YET,
     RotaryModule,
     find_decoder,
     find_owner,
     find_reader,
+    is_liger_function,
     is_mrope,
     why_no_decoder,
 )
-from rope_patch.patching.defaults import torch_defaults
-from rope_patch.patching.frequency_buffers import set_frequencies
-from rope_patch.patching.kernels.liger import is_liger_function
+from rope_patch.patching.torch_state import torch_defaults
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.rope_config import spelling_hint
 from rope_patch.utils.errors import Refused
 
 
@@ -221,3 +216,232 @@ class RotaryTraits:
         x, positions = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
         layer_type = next(iter(self.rotary.prefixes))
         return as_tuple(call_rotary(self.probe, x, positions, layer_type))[0]
+
+
+def make_probe(rotary: RotaryModule, config: Any) -> Any:
+    """Make a rotary module of the same class on the CPU, with frequencies that never update.
+
+    Args:
+        rotary: The module whose class to use.
+        config: The text config to read.
+
+    Raises:
+        ValueError: The class cannot be built from the config.
+    """
+    module = build_rotary(rotary, config)
+    # transformers' own updates read rope_type, and would disturb any comparison.
+    several = isinstance(module.rope_type, dict)
+    module.rope_type = dict.fromkeys(module.rope_type, "default") if several else "default"
+    return module
+
+
+@torch_defaults()
+def build_rotary(rotary: RotaryModule, config: Any) -> Any:
+    """Build a rotary module of the same class on the CPU, as transformers builds it for a model.
+
+    Args:
+        rotary: The module whose class to use.
+        config: The text config to read.
+
+    Raises:
+        ValueError: The class cannot be built from the config.
+    """
+    try:
+        module: Any = type(rotary.module)(config)
+        _ = module.rope_type  # its absence is an error of the class, too
+        return module
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+    ) as error:
+        hint = "compare it with the checkpoint's config.json"
+        name = error.args[0] if isinstance(error, KeyError) else None
+        if (method_class := registered_methods().get(str(name))) is not None:
+            hint = (
+                f"no config can name {name!r}, which maps positions in attention: write "
+                f"rope_type 'default', and call rope_patch.patch(model, {name!r})"
+                if issubclass(method_class, PositionMap)
+                else "it names one of rope_patch's scalings: call "
+                "rope_patch.register_rope_types() first"
+            )
+        raise Refused(
+            f"{type(rotary.module).__name__} cannot be made from what the config says "
+            f"({type(error).__name__}: {error}): {hint}"
+            f"{spelling_hint(getattr(config, 'rope_parameters', None))}"
+        ) from error
+
+
+def reference_frequencies(rotary: RotaryModule, config: Any) -> dict[str | None, Frequencies]:
+    """Return the frequencies that transformers computes from a config, whatever the live ones are.
+
+    Args:
+        rotary: The module whose class to use.
+        config: The text config to read.
+
+    Raises:
+        ValueError: The class cannot be built from the config.
+    """
+    return probe_frequencies(make_probe(rotary, config), rotary)
+
+
+@torch_defaults()
+def probe_frequencies(probe: Any, rotary: RotaryModule) -> dict[str | None, Frequencies]:
+    """Return the frequencies of a new probe, by layer type.
+
+    Args:
+        probe: The probe.
+        rotary: The module whose class it is of.
+    """
+    return {
+        layer_type: Frequencies(
+            getattr(probe, f"{prefix}inv_freq").double(),
+            float(getattr(probe, f"{prefix}attention_scaling")),
+        )
+        for layer_type, prefix in rotary.prefixes.items()
+    }
+
+
+def call_rotary(
+    module: Any, x: torch.Tensor, positions: torch.Tensor, layer_type: str | None
+) -> Any:
+    """Call a rotary module, with three positions a token where it expects them (M-RoPE).
+
+    Args:
+        module: The module.
+        x: A tensor with the dtype and device of the result.
+        positions: `[B, S]`.
+        layer_type: The layer type, where it has several.
+    """
+    extra = () if layer_type is None else (layer_type,)
+    if hasattr(module, "mrope_section"):
+        positions = positions[None].expand(3, *positions.shape)
+    return module(x, positions, *extra)
+
+
+def as_tuple(output: Any) -> tuple[torch.Tensor, ...]:
+    """Return a rotary module's cos and sin, or its one tensor of complex numbers (Llama 4)."""
+    return output if isinstance(output, tuple) else (output,)
+
+
+def probe_outputs(
+    module: Any, rotary: RotaryModule, x: torch.Tensor, positions: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return a module's output for each of its layer types; none if it is called in another way."""
+    outputs = []
+    for layer_type in rotary.prefixes:
+        try:
+            output = call_rotary(module, x, positions, layer_type)
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
+            return []  # another signature: nothing is known
+        output = as_tuple(output)[0]
+        outputs.append(torch.view_as_real(output) if output.is_complex() else output)
+    return outputs
+
+
+AXES = 3  # time, height and width
+
+# Text decoders that are tested under a cache, with positions of text and of images.
+_TESTED = (
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
+
+
+@torch_defaults()
+def mrope_sections(traits: RotaryTraits) -> tuple[int, ...] | None:
+    """Return the axis of each rotated pair (M-RoPE, arXiv:2409.12191), read from a probe.
+
+    Args:
+        traits: Facts about the rotary module.
+
+    Returns:
+        R / 2 axes: 0 for time, 1 for height, 2 for width. None if a token has one position.
+
+    Raises:
+        ValueError: The sections are unknown, so cached keys cannot be re-rotated.
+    """
+    if not traits.is_mrope:
+        return None
+    refusal = Refused(
+        f"{type(traits.config).__name__} gives a token several positions (M-RoPE), which "
+        f"{CANNOT_FOLLOW_YET}"
+    )
+    if traits.config.model_type not in _TESTED or list(traits.frequencies) != [None]:
+        raise refusal
+    own = traits.frequencies[None]
+    pairs = len(own.inv_freq)
+    # With one radian a token, sin(1) marks the pairs of the axis on which the position is 1.
+    even = traits.probe_with({None: Frequencies(torch.ones_like(own.inv_freq), 1.0)})
+    marks = [_tables(even, position)[1] for position in torch.eye(AXES, dtype=torch.int64)]
+    if any(mark.shape != (2 * pairs,) for mark in marks):
+        # Qwen2-VL and Qwen2.5-VL up to 5.10, which apply sections in their attention.
+        raise Refused(f"{refusal}; or use a newer release of transformers")
+    sections = torch.stack(marks).argmax(0)[:pairs]
+    position = torch.tensor([5, 19, 11])
+    angle = position[sections] * own.inv_freq.float()
+    exact_tables = (angle.cos(), angle.sin())
+    for table, exact in zip(_tables(traits.probe, position), exact_tables, strict=True):
+        if not torch.allclose(table, exact.repeat(2) * own.attention_factor, atol=1e-5):
+            raise refusal
+    return tuple(sections.tolist())
+
+
+def _tables(probe: Any, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a probe's cos and sin of one token, `[R]` each, at its `[A]` positions."""
+    cos, sin = probe(torch.zeros(1, 1, 4), position.view(AXES, 1, 1))
+    return cos.squeeze(), sin.squeeze()
+
+
+@dataclass(frozen=True)
+class KeyLayout:
+    """How cached keys are rotated.
+
+    Attributes:
+        interleaved: Whether the pairs are neighbours; see `rope_patch.ops.rope`.
+        is_backward: Whether positive angles rotate backward.
+        is_normalized: Whether keys are normalized after the rotation, so that their length tells
+            nothing of the attention factor.
+        sections: The axis that each rotated pair takes its position from, R / 2 of them; None where
+            a token has one position (see `mrope_sections`).
+    """
+
+    interleaved: bool
+    is_backward: bool = False
+    is_normalized: bool = False
+    sections: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, traits: RotaryTraits) -> KeyLayout:
+        """Return the layout of a decoder that caches whole keys.
+
+        Raises:
+            ValueError: The keys are rotated in an unknown layout, or by unknown positions.
+        """
+        config: Any = traits.config
+        if config.model_type == "llama4_text":
+            return cls(interleaved=True, is_normalized=config.use_qk_norm)
+        if config.model_type == "nanochat":
+            return cls(interleaved=False, is_backward=True, is_normalized=True)
+        sections = mrope_sections(traits)
+        return cls(traits.is_interleaved, sections=sections)
+
+    def applied(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Return frequencies and attention factors as they act on cached keys.
+
+        Args:
+            frequencies: `[B, R / 2 + 1]`, the attention factor last.
+        """
+        applied = frequencies.clone()
+        if self.is_backward:
+            applied[:, :-1] *= -1
+        if self.is_normalized:
+            applied[:, -1] = 1
+        return applied

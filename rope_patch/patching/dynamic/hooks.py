@@ -27,11 +27,11 @@ One decode step of a dynamic method, where `hooks` are the `LengthHooks` of the 
        |<-----------------|                      |                    |                   |
 
 So every query meets keys under its own frequencies, whichever rows share the batch. Within
-torch.compile, `update_rows` runs behind an op (`compile_op`).
+torch.compile, `update_rows` runs behind an op (see `frequency_table`).
 
 Lengths are read from the device as seldom as possible. For a single new token only its position is
 read. Nothing is read where the position is certain: without position_ids, where the rule of
-positions counted them, and in generate (see `generation_loop`). All positions are read when the
+positions counted them, and in generate (see `generation`). All positions are read when the
 present frequencies do not serve the new position, or when several tokens come at once.
 """
 
@@ -48,13 +48,10 @@ from torch import nn
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
-from rope_patch.patching.architecture.key_layout import KeyLayout
-from rope_patch.patching.architecture.mrope_sections import AXES
-from rope_patch.patching.architecture.rotary_traits import RotaryTraits
-from rope_patch.patching.architecture.rotated_layers import rotated_layer_types
-from rope_patch.patching.dynamic import compile_op
-from rope_patch.patching.dynamic.admission import Admission
-from rope_patch.patching.dynamic.batching_guard import paged_cache_refusal, require_no_paged_cache
+from rope_patch.patching.architecture.attention_source import rotated_layer_types
+from rope_patch.patching.architecture.frequency_buffers import forward_per_row
+from rope_patch.patching.architecture.rotary_traits import AXES, KeyLayout, RotaryTraits
+from rope_patch.patching.dynamic import frequency_table
 from rope_patch.patching.dynamic.cache_record import (
     UNKNOWN,
     RotationRecord,
@@ -66,17 +63,23 @@ from rope_patch.patching.dynamic.cache_record import (
     require_rerotatable_cache,
 )
 from rope_patch.patching.dynamic.frequency_table import FrequencyTable
-from rope_patch.patching.dynamic.generation_loop import GenerationLoop
+from rope_patch.patching.dynamic.generation import (
+    Admission,
+    GenerationLoop,
+    paged_cache_refusal,
+    require_no_paged_cache,
+)
 from rope_patch.patching.dynamic.latent_cache import LatentCache, attach_softmax_factor
 from rope_patch.patching.dynamic.rerotation import CachedKeys, KeyRerotation
-from rope_patch.patching.dynamic.sequence_lengths import (
+from rope_patch.patching.positions import (
+    PositionRule,
+    axis_positions,
     context_parallel_group,
     extend_spans,
     first_and_last_positions,
     token_extents,
+    token_positions,
 )
-from rope_patch.patching.frequency_buffers import forward_per_row
-from rope_patch.patching.positions import PositionRule, axis_positions, token_positions
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.caches import Cache, cache_in_output, is_paged
 from rope_patch.transformers_api.forwards import ForwardCall, rotary_arguments
@@ -151,7 +154,7 @@ class LengthHooks:
     def _start_thread_state(self) -> None:
         self.generation_loop, self.admission = GenerationLoop(), Admission()
         self._state, self._lock = ForwardState(), threading.RLock()
-        self.op_handle = compile_op.register_hooks(self)
+        self.op_handle = frequency_table.register_hooks(self)
 
     def attach(self, decoder: nn.Module, undo_log: UndoLog) -> None:
         """Install the hooks on the live modules."""
@@ -182,7 +185,7 @@ class LengthHooks:
             cache = None  # its keys stay as they are, whoever asks for them
         if torch.compiler.is_compiling() and carries_gradients(cache):
             # The op would lose gradients. Imported here, because the module imports the compiler.
-            from rope_patch.patching.graph_break import call_outside_graph
+            from rope_patch.patching.dynamic.graph_break import call_outside_graph
 
             call_outside_graph(self.prepare, call, tokens, cache)
         else:

@@ -21,16 +21,16 @@ import torch
 from torch import nn
 
 from rope_patch.ops.reference import rotate
+from rope_patch.patching.architecture.mla_scale import find_mla_attentions
 from rope_patch.patching.architecture.rotary_modules import CANNOT_FOLLOW_YET
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
-from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.dynamic.cache_record import (
     RotationRecord,
     cached_keys,
     positions_of_slots,
 )
 from rope_patch.patching.dynamic.frequency_table import FrequencyTable
-from rope_patch.patching.mla_scale import find_mla_attentions
+from rope_patch.patching.torch_state import torch_defaults
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.rope_config import by_layer_type
 from rope_patch.utils.errors import Refused

@@ -10,8 +10,8 @@ import torch
 
 from rope_patch.ops import pack_frequencies, rerotate_
 from rope_patch.ops.reference import rerotate_as_transformers_
-from rope_patch.patching.architecture.key_layout import KeyLayout
-from rope_patch.patching.kernels.position_passthrough import use_exact_positions
+from rope_patch.patching.architecture.rotary_traits import KeyLayout
+from rope_patch.patching.kernels.attention_forward import use_exact_positions
 from rope_patch.patching.start_tokens import preserve_start_keys
 
 # (keys [B, K, S, D], the positions they were rotated at [B, S] or [B, S, A], layer type)

@@ -19,12 +19,12 @@ from rope_patch.patching.architecture.attention_source import (
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.kernels.attention_forward import (
+    PositionPassthrough,
     forward_attribute,
     has_foreign_forward,
     install_attention_forward,
+    shared_norm_spec,
 )
-from rope_patch.patching.kernels.deferred_norms import shared_norm_spec
-from rope_patch.patching.kernels.position_passthrough import PositionPassthrough
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
 

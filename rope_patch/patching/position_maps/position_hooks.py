@@ -11,16 +11,14 @@ from torch import nn
 
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.ops.modes import is_exporting
-from rope_patch.patching.dynamic.batching_guard import position_map_refusal, require_no_paged_cache
 from rope_patch.patching.dynamic.cache_record import (
     attach_record,
     empty_positions,
     get_record,
 )
-from rope_patch.patching.dynamic.sequence_lengths import context_parallel_group
-from rope_patch.patching.position_maps.forward_view import ForwardView
-from rope_patch.patching.position_maps.position_record import PositionRecord
-from rope_patch.patching.positions import token_positions
+from rope_patch.patching.dynamic.generation import position_map_refusal, require_no_paged_cache
+from rope_patch.patching.position_maps.forward_view import ForwardView, PositionRecord
+from rope_patch.patching.positions import context_parallel_group, token_positions
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.caches import Cache, cache_in_output, self_attention_part
 from rope_patch.transformers_api.forwards import ForwardCall
@@ -72,7 +70,7 @@ class PositionHooks:
             )
         if torch.compiler.is_compiling():
             # Imported here, because the module imports the compiler.
-            from rope_patch.patching.graph_break import call_outside_graph
+            from rope_patch.patching.dynamic.graph_break import call_outside_graph
 
             call_outside_graph(self.prepare, decoder, args, kwargs)
         else:
@@ -134,7 +132,7 @@ class PositionHooks:
     def after_decoder(self, decoder: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Attach the record to a cache that the decoder made (hook of the decoder)."""
         if torch.compiler.is_compiling():
-            from rope_patch.patching.graph_break import call_outside_graph
+            from rope_patch.patching.dynamic.graph_break import call_outside_graph
 
             call_outside_graph(self.finish, output)
         else:

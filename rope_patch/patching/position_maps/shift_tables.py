@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from rope_patch.ops import pack_frequencies, rope, use_triton
+from rope_patch.ops.modes import copy_to_device
 from rope_patch.ops.reference import rotate
-from rope_patch.ops.transfer import copy_to_device
 
 # Kernels take whole positions. Shifts that are not whole are counted in parts of a token: rounding
 # to 2^-20 tokens moves an angle by half a millionth of a radian at most.

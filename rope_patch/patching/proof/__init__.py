@@ -7,6 +7,6 @@ text, caches of another rotation are refused, short texts keep their bits, undoi
 bits. `patch` asks for it on releases of transformers that were not tested, once for each model
 class, kind and set of versions. `rope-patch env --check` asks for it at any time.
 
-Read `first_use.py` first, for when a proof is asked for and what follows. `proof.py` makes one,
+Read `first_use.py` first: when a proof is asked for, how one is made, and what follows.
 `checks.py` has the properties, and `tiny_model.py` the model that they are checked on.
 """

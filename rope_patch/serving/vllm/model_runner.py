@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.serving.vllm.admission import admitted_length
+from rope_patch.serving.vllm.requests import admitted_length
 from rope_patch.serving.vllm.rope_type import describe
 from rope_patch.serving.vllm.stacked_tables import StackedRotary
 from rope_patch.utils.errors import Refused

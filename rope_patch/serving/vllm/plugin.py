@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.serving.vllm import rotary_factory
-from rope_patch.serving.vllm.admission import admitted_length, engine_lengths
-from rope_patch.serving.vllm.cache_salt import profile_salt
-from rope_patch.serving.vllm.metrics import count_request
 from rope_patch.serving.vllm.profiles import ProfileLengths
+from rope_patch.serving.vllm.requests import (
+    admitted_length,
+    count_request,
+    engine_lengths,
+    profile_salt,
+)
 from rope_patch.serving.vllm.requirements import (
     FEATURE,
     require_readable,

@@ -8,7 +8,7 @@ import re
 from importlib import metadata
 from typing import Any
 
-from rope_patch.serving.vllm.admission import engine_lengths
+from rope_patch.serving.vllm.requests import engine_lengths
 from rope_patch.serving.vllm.rope_type import TRAINED_KEY, our_parameters, read_request
 from rope_patch.utils.errors import Refused
 

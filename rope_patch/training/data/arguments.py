@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rope_patch.training.data.aggregation import TASKS, check_aggregation
-from rope_patch.training.data.compression import check_compression_ratio
+from rope_patch.training.data.documents import check_compression_ratio
 from rope_patch.training.data.row_positions import WITHOUT_MASKS, check_positions
 from rope_patch.utils.errors import did_you_mean
 

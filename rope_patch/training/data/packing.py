@@ -2,34 +2,37 @@
 
 Masked rows restart their positions at each document. transformers derives a mask from that only if
 the model gets neither an attention mask nor a cache: call it with `use_cache=False`.
+
+Best-fit packing: whole documents put into rows so that few are cut and little is padding. Source:
+"Fewer Truncations Improve Language Modeling", arXiv:2404.10830, of which Olmo 3 trains its long
+contexts. Documents longer than a row are cut at row length first.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rope_patch.training.data.aggregation import TaskWeaver
-from rope_patch.training.data.arguments import (
-    DataArguments,
-    check_data_arguments,
-    ineffective_keys,
+from rope_patch.training.data.arguments import DataArguments, check_data_arguments, ineffective_keys
+from rope_patch.training.data.documents import (
+    IGNORED,
+    TokenizedDocument,
+    compression_ratio,
+    document_text,
+    tokenize_document,
 )
-from rope_patch.training.data.best_fit import BestFitRows, Piece
-from rope_patch.training.data.compression import document_text
-from rope_patch.training.data.document_source import DocumentSource
-from rope_patch.training.data.documents import IGNORED, TokenizedDocument, tokenize_document
-from rope_patch.training.data.readers import DocumentRef
+from rope_patch.training.data.readers import Cursor, DocumentRef, Reader, find_source
 from rope_patch.training.data.row_positions import skipped_positions
-from rope_patch.training.data.sources import find_source
 
 _YIELD_KEYS = ("tokens", "padding", "documents", "cut")
 _READ_KEYS = ("documents", "repetitive", "noisy", "questions")
@@ -314,3 +317,360 @@ def collate(rows: list[dict[str, Any]], *, has_gaps: bool = False) -> dict[str, 
     if has_gaps:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     return batch | {"rows": [row["row"] for row in rows]}
+
+
+_POSITION_KEYS = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")
+_COUNT_KEYS = (
+    "documents",
+    "tokens",
+    "left_out",
+    "left_out_tokens",
+    "repetitive",
+    "noisy",
+    "questions",
+)
+_logger = logging.getLogger("rope_patch")
+
+
+class DocumentSource:
+    """An endless stream of a source's documents; `state` holds the next token's place."""
+
+    def __init__(
+        self, name: str, readers: list[Reader], encode: Any, window: int, seed: str
+    ) -> None:
+        self.name, self.min_tokens, self.quiet = name, 1, True
+        self.too_short_hint = "other documents"
+        self.ratio_bounds: list[float] | None = None
+        self.weaver: TaskWeaver | None = None
+        self.read_text: Callable[[TokenizedDocument], str] | None = None
+        self.state: dict[str, Any] = dict.fromkeys(_POSITION_KEYS + _COUNT_KEYS, 0)
+        self.state["cursor"] = None  # of the record; checkpoints of version 0.1 have none
+        self._readers, self._encode, self._window, self._seed = readers, encode, window, seed
+        self._documents = self._read_documents()
+        self._document: TokenizedDocument | None = None
+
+    def take(self, limit: int, whole: bool) -> Piece:
+        """Return the next tokens of a document: `limit`, or fewer at its end unless `whole`."""
+        state = self.state
+        while self._document is None or state["length"] - state["offset"] < (limit if whole else 1):
+            self._document = next(self._documents)
+        document, offset = self._document, state["offset"]
+        cut = slice(offset, offset + limit)
+        ids, labels = document.ids[cut], document.labels[cut]
+        used = len(ids)
+        if self.weaver is not None:
+            place = " ".join(str(state[key]) for key in ("epoch", "part", "record", "taken"))
+            woven = self.weaver.weave(document, offset, limit, place)
+            if woven is not None:
+                ids, labels, used = woven
+                state["questions"] += 1
+        state["offset"] += used
+        state["tokens"] += len(ids)
+        begins = not offset
+        is_cut = begins and used < state["length"]
+        return Piece(document.location, ids, labels, begins=begins, is_cut=is_cut)
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts of documents and tokens so far, and the epochs completed."""
+        return {key: self.state[key] for key in _COUNT_KEYS} | {"epochs": self.state["epoch"]}
+
+    def _read_documents(self) -> Iterator[TokenizedDocument]:
+        state = self.state
+        while True:
+            for place, entry in self._entries():
+                state.update(place)
+                document = self._encode(entry)
+                size = len(document.ids)
+                if not state["length"]:
+                    state["longest"] = max(state["longest"], size)
+                    if size < self.min_tokens:
+                        state["left_out"] += 1
+                        state["left_out_tokens"] += size
+                        continue
+                    if reason := self._reason_to_filter(document):
+                        state[reason] += 1
+                        continue
+                    state.update(
+                        length=size,
+                        documents=state["documents"] + 1,
+                        accepted=state["accepted"] + 1,
+                    )
+                elif state["length"] != size:
+                    raise ValueError(
+                        f"cannot resume: {document.location} has {size:,} tokens, it had "
+                        f"{state['length']:,} when the run was saved: bring back the data and the "
+                        "tokenizer of that run, or start anew"
+                    )
+                yield document
+                state["left_out_tokens"] += size - state["offset"]
+                state["length"] = state["offset"] = 0
+            self._end_epoch()
+
+    def _reason_to_filter(self, document: TokenizedDocument) -> str | None:
+        """Return the count of documents that compress as badly or as well; None to keep it."""
+        if self.ratio_bounds is None or self.read_text is None:
+            return None
+        ratio, (low, high) = compression_ratio(self.read_text(document)), self.ratio_bounds
+        return "repetitive" if ratio < low else "noisy" if ratio > high else None
+
+    def _entries(self) -> Iterator[tuple[dict[str, Any], DocumentRef]]:
+        """Yield this epoch's documents from the state on, each with the state that leads to it."""
+        first_part, record, first_index = (self.state[key] for key in ("part", "record", "taken"))
+        cursor: Cursor | None = self.state["cursor"]
+        salt, order = f"{self._seed} {self.state['epoch']}", list(range(len(self._readers)))
+        if self._window:
+            Random(salt).shuffle(order)
+        entries = (
+            (part, entry)
+            for part in range(first_part, len(order))
+            for entry in self._readers[order[part]].read(
+                *((record, cursor) if part == first_part else ())
+            )
+        )
+        # Shuffle in blocks: a block's first record and an index within it locate any document.
+        while block := list(itertools.islice(entries, max(1, self._window))):
+            part, first = block[0]
+            if self._window:
+                Random(f"{salt} {part} {first.number}").shuffle(block)
+            for index in range(first_index, len(block)):
+                place = {"part": part, "record": first.number, "taken": index}
+                yield place | {"cursor": first.cursor}, block[index][1]
+            first_index = 0
+
+    def _end_epoch(self) -> None:
+        state = self.state
+        filtered = state["repetitive"] + state["noisy"]
+        if not state["accepted"] and not state["left_out"] and not filtered:
+            raise ValueError(f"no documents in {self.name!r}: expected at least one; leave it out")
+        fix = (
+            f"{self.too_short_hint}, or longer documents (the longest has {state['longest']:,} "
+            "tokens, expected "
+            f"{self.min_tokens:,})"
+        )
+        if not state["accepted"] and filtered:
+            raise ValueError(
+                f"no row from {self.name!r}: {state['repetitive']} documents compress below "
+                f"compression_ratio {self.ratio_bounds}, {state['noisy']} above, and "
+                f"{state['left_out']} are too short: expected wider bounds, or other documents"
+            )
+        if not state["accepted"]:
+            raise ValueError(f"no row from {self.name!r}, all is too short: say {fix}")
+        if state["epoch"] == 0 and not self.quiet:
+            if state["left_out"]:
+                _logger.warning(
+                    "%s: %d of %d documents were too short and left out; to use them, say %s",
+                    self.name, state["left_out"],
+                    state["left_out"] + filtered + state["documents"], fix,
+                )  # fmt: skip
+            if filtered:
+                _logger.warning(
+                    "%s: compression_ratio %s left out %d documents below it and %d above, and "
+                    "kept %d",
+                    self.name, self.ratio_bounds, state["repetitive"], state["noisy"],
+                    state["documents"],
+                )  # fmt: skip
+            _logger.warning("%s: all documents were used, its second epoch begins", self.name)
+        state.update(epoch=state["epoch"] + 1, part=0, record=0, taken=0, cursor=None, accepted=0)
+
+
+_FAN_OUT = 1024  # bits a node: two levels find a capacity among a million
+
+
+class Piece(NamedTuple):
+    """Tokens of one document in one row.
+
+    Attributes:
+        location: Of the document.
+        ids: Tokens, `[S]` int64.
+        labels: Labels, `[S]` int64.
+        begins: Whether the document begins here.
+        is_cut: Whether the document begins here and does not end here.
+    """
+
+    location: str
+    ids: torch.Tensor
+    labels: torch.Tensor
+    begins: bool
+    is_cut: bool
+
+
+def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack items into bins, the largest first, each into the fullest bin that has room for it.
+
+    Takes O(log capacity) an item. Needs at most 11/9 of the smallest number of bins, and one more.
+
+    Args:
+        sizes: The items' sizes, from 1 to `capacity`.
+        capacity: What a bin holds.
+
+    Returns:
+        Each bin's items as indices into `sizes`, in the order in which they were put there.
+    """
+    bins: list[list[int]] = []
+    open_bins: dict[int, list[int]] = {}  # room left -> bins
+    rooms = _OrderedSet(capacity)
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[item]
+        if not 1 <= size <= capacity:
+            raise ValueError(f"expected sizes from 1 to {capacity:,}, got {size:,}")
+        room = rooms.at_least(size)
+        if room is None:
+            room, index = capacity, len(bins)
+            bins.append([])
+        else:
+            index = open_bins[room].pop()
+            if not open_bins[room]:
+                rooms.discard(room)
+        bins[index].append(item)
+        left = room - size
+        if left:
+            same = open_bins.setdefault(left, [])
+            if not same:
+                rooms.add(left)
+            same.append(index)
+    return bins
+
+
+class _OrderedSet:
+    """A set of integers from 0 to `largest` that finds the smallest one from any value on.
+
+    A tree of bit fields: a bit says whether the node below it has any.
+    """
+
+    def __init__(self, largest: int) -> None:
+        self._levels: list[list[int]] = []
+        count = largest + 1
+        while not self._levels or count > 1:
+            count = -(-count // _FAN_OUT)
+            self._levels.append([0] * count)
+
+    def add(self, value: int) -> None:
+        for bits in self._levels:
+            index, bit = divmod(value, _FAN_OUT)
+            bits[index] |= 1 << bit
+            value = index
+
+    def discard(self, value: int) -> None:
+        for bits in self._levels:
+            index, bit = divmod(value, _FAN_OUT)
+            bits[index] &= ~(1 << bit)
+            if bits[index]:
+                return
+            value = index
+
+    def at_least(self, value: int) -> int | None:
+        """Return the smallest member from `value` on; None without one."""
+        for level, bits in enumerate(self._levels):
+            index, bit = divmod(value, _FAN_OUT)
+            if index < len(bits) and (following := bits[index] >> bit):
+                value += _lowest_bit(following)
+                for lower in reversed(self._levels[:level]):
+                    value = value * _FAN_OUT + _lowest_bit(lower[value])
+                return value
+            value = index + 1
+        return None
+
+
+def _lowest_bit(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+class BestFitRows:
+    """An endless stream of rows, packed a window of documents at a time.
+
+    A run resumes by reading its window again, from the saved state of its sources.
+
+    Args:
+        take: Returns the next piece of a document, of at most a row.
+        snapshot: Returns the state of the documents' sources, from which `take` goes on.
+        row_length: Tokens of a row.
+        window: Rows' worth of tokens that are packed together.
+        seed: Seed of the rows' order.
+        number: The window to begin with.
+        row: The row of that window to begin with.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[int], Piece],
+        snapshot: Callable[[], Any],
+        *,
+        row_length: int,
+        window: int,
+        seed: str,
+        number: int = 0,
+        row: int = 0,
+    ) -> None:
+        self._take, self._snapshot = take, snapshot
+        self._row_length, self._window, self._seed = row_length, window, seed
+        self._number, self._row = number, row
+        self._start: Any = None
+        self._rows: list[list[Piece]] = []
+        if row:  # also before a short row, whose counts include the window that has been read
+            self._read_window()
+
+    def next_row(self) -> list[Piece]:
+        """Return the next row's pieces, the longest first; they leave room for padding."""
+        if not self._rows:
+            self._read_window()
+        pieces = self._rows[self._row]
+        self._rows[self._row] = []
+        self._row += 1
+        if self._row == len(self._rows):
+            self._number, self._row, self._rows = self._number + 1, 0, []
+        return [p._replace(ids=p.ids.long(), labels=p.labels.long()) for p in pieces]
+
+    def state(self) -> tuple[Any, dict[str, int]]:
+        """Return the sources' state before the current window, and the next row's place in it."""
+        sources = self._start if self._rows else self._snapshot()
+        return sources, {"number": self._number, "row": self._row}
+
+    def _read_window(self) -> None:
+        self._start = self._snapshot()
+        pieces: list[Piece] = []
+        missing = self._window * self._row_length
+        while missing > 0:
+            piece = self._take(self._row_length)
+            missing -= len(piece.ids)
+            pieces.append(_narrow(piece))
+        rows = best_fit_decreasing([len(piece.ids) for piece in pieces], self._row_length)
+        # Packed rows go from those of long documents to those of short ones.
+        Random(f"{self._seed} window {self._number}").shuffle(rows)
+        self._rows = [[pieces[index] for index in row] for row in rows]
+
+
+def _narrow(piece: Piece) -> Piece:
+    """Return a piece in 4 bytes a token, in which a window is kept."""
+    ids = piece.ids.int()
+    same = piece.labels.data_ptr() == piece.ids.data_ptr()
+    return piece._replace(ids=ids, labels=ids if same else piece.labels.int())
+
+
+def summarize(arguments: DataArguments, state: dict[str, Any]) -> dict[str, str]:
+    """Return what packing, filter and aggregation tasks did, by name; those that the run has.
+
+    Args:
+        arguments: The recipe's keys for data.
+        state: The last row's `state`; empty before the first row.
+    """
+    summaries: dict[str, str] = {}
+    counts, read = state.get("row_yield", {}), state.get("long_counts")
+    if counts.get("documents"):
+        padding = counts["padding"] / (counts["tokens"] + counts["padding"])
+        summaries["rows"] = (
+            f"{counts['cut'] / counts['documents']:.2%} of {counts['documents']:,} documents cut, "
+            f"{padding:.2%} padding"
+        )
+    if arguments.compression_ratio is not None and read:
+        bounds = arguments.compression_ratio
+        summaries["filter"] = (
+            f"compression ratio {bounds[0]:g} to {bounds[1]:g}: {read['repetitive']:,} documents "
+            f"left out below, {read['noisy']:,} above, {read['documents']:,} kept"
+        )
+    if arguments.aggregation_share and read:
+        summaries["aggregation tasks"] = (
+            f"{read['questions']:,} questions "
+            f"({', '.join(arguments.aggregation_tasks)}) in {arguments.aggregation_share:.0%} of "
+            "the long documents"
+        )
+    return summaries

@@ -128,7 +128,7 @@ def patch_leaky(model: Any, request: Extension, row_length: int, target_length: 
 
     Source: J. Su, kexue.fm/archives/9728: a window of a quarter of the row, and k = 1 / (2 factor).
     """
-    from rope_patch.patching import patch_rotation
+    from rope_patch.entry_points import patch_rotation
 
     window, k = max(1, row_length // 4), row_length / (2 * target_length)
     return patch_rotation(

@@ -1,23 +1,36 @@
-"""Survey of a recipe's documents: each source's lengths in tokens, and which are duplicates."""
+"""Survey of a recipe's documents: lengths in tokens, duplicates, and a clean folder without them.
+
+Exact and near duplicates among documents, found while they are read one by one. Two documents are
+exact duplicates if their normalised texts are equal: in Unicode's NFKC, without case, with single
+spaces. They are near duplicates if their sets of five words in a row overlap by a Jaccard
+similarity of at least 0.8, estimated by MinHash (A. Broder, "On the resemblance and containment of
+documents", 1997), with the library `datasketch`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
+import re
+import shutil
+import tempfile
+import unicodedata
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any, NamedTuple
 
 from rope_patch.training.data.arguments import DataArguments
-from rope_patch.training.data.compression import compression_ratio, document_text
-from rope_patch.training.data.documents import tokenize_document
-from rope_patch.training.data.readers import DocumentRef
-from rope_patch.training.data.sources import find_source
-from rope_patch.training.inspection.clean_folder import CleanFolder
-from rope_patch.training.inspection.duplicates import Duplicate, DuplicateFinder
+from rope_patch.training.data.documents import compression_ratio, document_text, tokenize_document
+from rope_patch.training.data.readers import DocumentRef, find_source
+from rope_patch.utils import atomic_files
 from rope_patch.utils.progress import progress_bar
 
 
@@ -137,3 +150,220 @@ def _add(
         survey.duplicate_tokens["exact" if duplicate.is_exact else "near"] += length
     elif writer is not None:
         writer.write(survey.name, loaded)
+
+
+THRESHOLD = 0.8  # Jaccard similarity of near duplicates
+SHINGLE_WORDS = 5
+_PERMUTATIONS = 128  # the estimate's standard deviation is 0.035 at the threshold
+_WEIGHTS = (0.1, 0.9)  # of false positives, which the estimate sorts out, and of false negatives
+_BATCH_SHINGLES = 8192  # hashed at once: 8 MiB
+# Scripts that have no spaces between words: each letter is a word. CJK, kana, Thai, Lao, Khmer.
+_UNSPACED = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\u3040-\u30ff\u0e00-\u0eff\u1780-\u17ff"
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
+
+
+class Duplicate(NamedTuple):
+    """A document that was there before.
+
+    Attributes:
+        location: Of the document.
+        original: Location of the earlier one, which is no duplicate itself.
+        similarity: Their Jaccard similarity: 1 if exact, else estimated.
+        is_exact: Whether their normalised texts are equal.
+    """
+
+    location: str
+    original: str
+    similarity: float
+    is_exact: bool
+
+
+class DuplicateFinder:
+    """Remembers documents, and says of later ones whether they are duplicates.
+
+    It keeps some 4 KB for each document that is no duplicate.
+
+    Raises:
+        ValueError: The package datasketch is missing.
+    """
+
+    def __init__(self) -> None:
+        datasketch = import_datasketch()
+        self._empty = datasketch.MinHash(num_perm=_PERMUTATIONS)
+        self._index = datasketch.MinHashLSH(
+            threshold=THRESHOLD, num_perm=_PERMUTATIONS, weights=_WEIGHTS
+        )
+        self._locations: dict[bytes, str] = {}  # by the digest of the normalised text
+        self._originals: list[tuple[str, Any]] = []
+
+    def check(self, text: str, location: str) -> Duplicate | None:
+        """Return the duplicate that a document is, or None, and remember it then.
+
+        Args:
+            text: The document's text.
+            location: Where it is.
+        """
+        normalised = normalise(text)
+        digest = hashlib.blake2b(normalised.encode("utf-8", "surrogatepass"), digest_size=16)
+        original = self._locations.get(digest.digest())
+        if original is not None:
+            return Duplicate(location, original, 1.0, is_exact=True)
+        signature, duplicate = self._signature(normalised), None
+        if signature is not None:
+            duplicate = self._nearest(signature, location)
+        if duplicate is None:
+            self._locations[digest.digest()] = location
+            if signature is not None:
+                self._index.insert(len(self._originals), signature, check_duplication=False)
+                self._originals.append((location, signature))
+        return duplicate
+
+    def _nearest(self, signature: Any, location: str) -> Duplicate | None:
+        """Return the near duplicate with the most similar of the earlier documents."""
+        similarity, original = 0.0, ""
+        for key in sorted(self._index.query(signature)):
+            candidate, other = self._originals[key]
+            estimate = signature.jaccard(other)
+            if estimate > similarity:
+                similarity, original = estimate, candidate
+        if similarity < THRESHOLD:
+            return None
+        return Duplicate(location, original, similarity, is_exact=False)
+
+    def _signature(self, normalised: str) -> Any:
+        """Return a text's MinHash, or None if it has no words."""
+        signature, found = self._empty.copy(), shingles(normalised)
+        is_empty = True
+        while batch := set(islice(found, _BATCH_SHINGLES)):
+            signature.update_batch([shingle.encode("utf-8", "surrogatepass") for shingle in batch])
+            is_empty = False
+        return None if is_empty else signature
+
+
+def normalise(text: str) -> str:
+    """Return a text in NFKC, without case, with single spaces."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def shingles(normalised: str) -> Iterator[str]:
+    """Yield each five words in a row of a normalised text, or all words of a shorter one."""
+    words = _WORD.findall(normalised)
+    if words:
+        for first in range(max(1, len(words) - SHINGLE_WORDS + 1)):
+            yield " ".join(words[first : first + SHINGLE_WORDS])
+
+
+def import_datasketch() -> Any:
+    """Return the module datasketch.
+
+    Raises:
+        ValueError: It is not installed.
+    """
+    try:
+        return import_module("datasketch")
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed, which the search for duplicates needs: pip install "
+            "'rope-patch[train]'"
+        ) from error
+
+
+_SUFFIX = re.compile(r"\.(jsonl|json|txt|md|parquet)(\.gz)?$", re.IGNORECASE)
+
+
+class CleanFolder:
+    """Writes documents of several sources to a new folder.
+
+    As a context: the folder appears at the end of the `with`, or not at all if that fails.
+
+    Args:
+        folder: The folder: missing or empty, since nothing is overwritten.
+        sources: Names of the sources.
+        text_column: The column in which texts are written.
+
+    Raises:
+        ValueError: The folder holds something; see `atomic_files.require_new_folder`.
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, folder: Path, sources: Sequence[str], text_column: str) -> None:
+        atomic_files.require_new_folder(folder, "the documents")
+        self.folder, self._column = folder, text_column
+        self._names = file_names(sources)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> CleanFolder:
+        """Make the temporary folder beside the final one."""
+        parent = self.folder.absolute().parent
+        with atomic_files.explain_write_errors(self.folder, "the documents"):
+            parent.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.mkdtemp(prefix=f".{self.folder.name}-", dir=parent)
+            self._temporary = Path(temporary)
+            self._stack.callback(shutil.rmtree, self._temporary, ignore_errors=True)
+            self._files: dict[str, IO[str]] = {
+                source: self._open(name) for source, name in self._names.items()
+            }
+        return self
+
+    def _open(self, name: str) -> IO[str]:
+        path = self._temporary / name
+        return self._stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+
+    def write(self, source: str, document: str | dict[str, Any]) -> None:
+        """Write a document: its text, or its record.
+
+        Raises:
+            OSError: The disk is full or fails.
+        """
+        record = {self._column: document} if isinstance(document, str) else document
+        with atomic_files.explain_write_errors(self.folder, self._names[source]):
+            self._files[source].write(_json_line(record))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Move the folder into place, or remove what was written."""
+        with self._stack:
+            if error is None:
+                with atomic_files.explain_write_errors(self.folder, "the documents"):
+                    self._publish()
+
+    def _publish(self) -> None:
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        umask = os.umask(0)
+        os.umask(umask)
+        self._temporary.chmod(0o777 & ~umask)  # mkdtemp's is for its owner alone
+        if self.folder.exists():
+            self.folder.rmdir()  # fails if something was put there meanwhile
+        self._temporary.rename(self.folder)
+
+
+def file_names(sources: Sequence[str]) -> dict[str, str]:
+    """Return a file name for each source, all different."""
+    names: dict[str, str] = {}
+    for source in sources:
+        scheme, _, rest = source.partition(":")
+        stem = rest if scheme in ("hub", "novels") else _SUFFIX.sub("", Path(source).name)
+        stem = atomic_files.safe_filename(stem)
+        used = {name.casefold() for name in names.values()}
+        number, name = 1, f"{stem}.jsonl"
+        while name.casefold() in used:
+            number += 1
+            name = f"{stem}-{number}.jsonl"
+        names[source] = name
+    return names
+
+
+def _json_line(record: dict[str, Any]) -> str:
+    try:
+        line = json.dumps(record, ensure_ascii=False)
+        line.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 lacks
+        line = json.dumps(record)
+    return line + "\n"

@@ -4,6 +4,15 @@
 devices of a launch file. The computation, and what of it was never measured (everything on a GPU),
 is described in `rope_patch.training.memory.model`; `recipes/experiments/check_memory_plan.py`
 compares it with the peak of a step on a CPU.
+
+Estimate of a step's time from its floating point operations, at a stated utilisation.
+
+Linear layers and the head cost 2 operations per weight and token, attention 4 per pair of tokens
+and number of its query; causal attention has half of the pairs. A backward pass costs twice the
+forward pass, and 2.5 times in attention, which recomputes its scores (FlashAttention's). A
+checkpointed layer is computed once more. The estimate has no communication, no copies to the CPU
+and no optimizer step: they are what makes a real step slower than the operations alone, and
+`UTILISATION` stands for all of them. Nothing here was measured.
 """
 
 from __future__ import annotations
@@ -12,37 +21,37 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rope_patch.entry_points import check as check_request
 from rope_patch.original_config import original_config
-from rope_patch.patching import check as check_request
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.rope_config import read_geometries
-from rope_patch.training.memory.devices import (
+from rope_patch.training.memory.model import (
+    RESERVE,
+    MemoryNeed,
+    ModelShape,
+    TrainingSetup,
+    host_memory_need,
+    longest_row,
+    memory_need,
+    model_shape,
+)
+from rope_patch.training.memory.recipe_setup import (
     DEVICE_LAYOUTS,
     DEVICES,
     GIB,
     SHAPES,
     format_gib,
     format_tokens,
+    read_environment,
+    training_setup,
 )
-from rope_patch.training.memory.launch import read_environment
-from rope_patch.training.memory.model import (
-    RESERVE,
-    MemoryNeed,
-    host_memory_need,
-    longest_row,
-    memory_need,
-)
-from rope_patch.training.memory.recipe_setup import training_setup
-from rope_patch.training.memory.setup import TrainingSetup
-from rope_patch.training.memory.step_time import UTILISATION, step_work
-from rope_patch.training.memory.suggestions import suggest_changes
 from rope_patch.training.recipe_files import find_launch
 from rope_patch.training.settings import parse_settings
 from rope_patch.utils.errors import Refused
@@ -339,3 +348,145 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+UTILISATION = 0.5  # of the peak, recomputed layers counted; stated, not measured
+# Dense bf16 operations per second, from the makers' data sheets (without sparsity).
+PEAKS = {
+    "RTX 4090": 165.2e12,
+    "A100": 312e12,
+    "H100": 989.4e12,
+    "H200": 989.4e12,
+    "B200": 2250e12,
+}
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Floating point operations of one optimizer step, over all devices.
+
+    Attributes:
+        linear: Operations of linear layers and the head, recomputed ones included.
+        attention: Operations between pairs of tokens, recomputed ones included.
+        model: Operations of both without recomputation, with attention's backward pass at twice
+            its forward pass: what published "model FLOPs" count.
+    """
+
+    linear: float
+    attention: float
+    model: float
+
+    @property
+    def total(self) -> float:
+        """Return the operations that devices execute."""
+        return self.linear + self.attention
+
+    def seconds(
+        self, devices: int, peak: float = PEAKS["H100"], utilisation: float = UTILISATION
+    ) -> float:
+        """Return the estimated time of the step.
+
+        Args:
+            devices: Devices that share the step evenly.
+            peak: Operations per second of one device.
+            utilisation: Share of the peak that is reached, between 0 and 1.
+
+        Raises:
+            ValueError: A number is outside its range.
+        """
+        if devices < 1 or peak <= 0 or not 0 < utilisation <= 1:
+            raise ValueError(
+                "expected at least 1 device, a peak above 0 and a utilisation above 0 and at most "
+                f"1, got {devices}, {peak} and {utilisation}"
+            )
+        return self.total / (devices * peak * utilisation)
+
+
+def step_work(
+    config: Any, *, length: int, rows: int, checkpointing: bool = True, trains_all: bool = True
+) -> StepWork:
+    """Return the operations of a step.
+
+    Args:
+        config: Config of a causal language model.
+        length: Tokens per row; each sees all tokens before it, or those of its layer's window.
+        rows: Rows of the step, over all devices and accumulated batches.
+        checkpointing: Whether layers are computed once more in the backward pass.
+        trains_all: Whether all weights have gradients, which LoRA's frozen ones do not.
+    """
+    if length < 1 or rows < 1:
+        raise ValueError(f"length and rows must be at least 1, got {length} and {rows}")
+    shape = model_shape(config)
+    # Of experts, those that a token passes through count.
+    weights = min(
+        shape.matrix_weights_per_layer,
+        shape.hidden * (3 * shape.mlp + 2 * shape.query + 2 * shape.key),
+    )
+    operations = 2.0 * rows * length  # per weight
+    layers = operations * shape.layers * weights
+    head = operations * shape.embedding_weights
+    # torch stops to recompute a layer before its last product, which nothing needs.
+    recomputed = layers - operations * shape.layers * shape.hidden * shape.mlp
+    attention = 4.0 * rows * shape.query * _attended_pairs(config, shape, length)
+    backward = 2 if trains_all else 1
+    linear = (layers + head) * (1 + backward) + checkpointing * recomputed
+    return StepWork(
+        linear=linear,
+        attention=attention * (1 + 2.5 + checkpointing),
+        model=(layers + head) * (1 + backward) + attention * 3,
+    )
+
+
+def _attended_pairs(config: Any, shape: ModelShape, length: int) -> float:
+    """Return the pairs of tokens that attention compares in one row, over all layers."""
+    text = config.get_text_config(decoder=True)
+    causal = length * (length + 1) / 2
+    types = getattr(text, "layer_types", None) or ["full_attention"] * shape.layers
+    window = getattr(text, "sliding_window", None) or length
+    beyond = max(0, length - window)
+    windowed = causal - beyond * (beyond + 1) / 2
+    pairs = {"full_attention": causal, "sliding_attention": windowed, "chunked_attention": windowed}
+    # Recurrent layers compare no pairs; their own work is within their weights'.
+    return sum(pairs.get(kind, 0.0) for kind in types)
+
+
+def suggest_changes(config: Any, length: int, setup: TrainingSetup, available: int) -> list[str]:
+    """Return single settings that make a recipe fit, and its longest row that fits unchanged.
+
+    Args:
+        config: The config of the recipe's model.
+        length: Tokens of a row.
+        setup: The recipe's setup.
+        available: Bytes of the device, of which `RESERVE` stays free.
+    """
+    masks = setup.packed_masks and setup.attention == "sdpa"
+    changes: list[tuple[bool, str, dict[str, Any]]] = [
+        (not setup.checkpointing, "gradient_checkpointing: true", {"checkpointing": True}),
+        (setup.loss == "full", "loss: torch", {"loss": "torch"}),
+        (setup.attention == "eager", "attention: sdpa", {"attention": "sdpa"}),
+        (masks, "attention: flash_attention_2", {"attention": "flash_attention_2"}),
+        (setup.rows > 1, "per_device_train_batch_size: 1", {"rows": 1}),
+        (not setup.offload_activations, "offload_activations: true", {"offload_activations": True}),
+        (setup.lora_rank == 0, "lora_rank: 8", {"lora_rank": 8}),
+        (setup.shards == 1, "8 GPUs with FSDP", {"shards": 8, "replicated": False}),
+        (
+            setup.context_parallel == 1 and not setup.packed_masks,
+            "8 GPUs with FSDP and context parallelism",
+            {"shards": max(8, setup.shards), "context_parallel": 8, "replicated": False},
+        ),
+    ]
+    usable, combined = available * (1 - RESERVE), setup
+    suggestions: list[str] = []
+    names: list[str] = []
+    for applies, name, change in changes:
+        need = memory_need(config, length=length, **vars(replace(setup, **change)))
+        if applies and need.total <= usable:
+            suggestions.append(f"{name} ({format_gib(need.total)})")
+    if longest := longest_row(config, available, **vars(setup)):
+        suggestions.append(f"train_length: {longest} or less")
+    for _, name, change in [] if suggestions else [entry for entry in changes if entry[0]]:
+        combined, names = replace(combined, **change), [*names, name]
+        need = memory_need(config, length=length, **vars(combined))
+        if need.total <= usable:
+            return [f"{', '.join(names)}, all at once ({format_gib(need.total)})"]
+    return suggestions or ["larger or more devices, or a smaller model"]

@@ -1,15 +1,24 @@
-"""The training setup of a recipe, on the devices that `accelerate launch` describes."""
+"""The training setup of a recipe, on the devices that `accelerate launch` describes.
+
+Launch files of accelerate, as the variables that its launcher sets in every process. A plan needs
+the layout of the devices, and is made where there are none of them.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch.nn import functional
 
-from rope_patch.training.memory.setup import TrainingSetup
+from rope_patch.training.memory.model import TrainingSetup
+from rope_patch.utils.errors import one_line
+from rope_patch.utils.installation import resource_folder
+from rope_patch.utils.strict_yaml import read_yaml
 
 
 def training_setup(
@@ -82,3 +91,77 @@ def _resolved_loss(loss: str, config: Any, has_terms: bool = False) -> str:
     # With terms beside the cross-entropy, the chunks need no function of torch.
     has_chunks = has_terms or hasattr(functional, "linear_cross_entropy")
     return "torch" if has_chunks and not caps else "full"
+
+
+GIB = 2**30
+# Memory that torch reports of an RTX 4090, an H100 and an H200: a device "of 24 GB" has at most
+# 24 GiB, less its driver's share.
+DEVICES = {"24 GB": int(23.5 * GIB), "80 GB": int(79.1 * GIB), "141 GB": int(139.7 * GIB)}
+DEVICE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "1 GPU": {},
+    "8, FSDP2": {"shards": 8},
+    "8, FSDP2, context parallel": {"shards": 8, "context_parallel": 8},
+}
+SHAPES = resource_folder("recipes/shapes")
+
+
+def format_gib(size: int) -> str:
+    """Return bytes in GiB, with two decimals."""
+    return f"{size / GIB:,.2f} GiB"
+
+
+def format_tokens(length: int) -> str:
+    """Return a number of tokens, or a dash if nothing fits."""
+    return f"{length:,}" if length else "–"
+
+
+def read_environment(path: Path, processes: int | None = None) -> dict[str, str]:
+    """Return the variables of a launch file that a memory plan depends on.
+
+    Args:
+        path: A YAML file for `accelerate launch --config_file`.
+        processes: Number of processes, instead of the file's.
+
+    Raises:
+        ValueError: The file is no launch file, or its sizes do not fit its processes.
+    """
+    try:
+        config = read_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {one_line(str(error))}") from error
+    if not isinstance(config, dict) or "distributed_type" not in config:
+        raise ValueError(
+            f"{path}: expected a launch file of accelerate, with distributed_type and "
+            "num_processes; `rope-patch recipes` lists those of the package"
+        )
+    if processes is None:
+        written = config.get("num_processes")
+        processes = 1 if written is None else int(written)
+    world = processes
+    kind = str(config["distributed_type"])
+    environment = {
+        "WORLD_SIZE": str(world),
+        "ACCELERATE_USE_FSDP": _to_text(kind == "FSDP"),
+        "ACCELERATE_USE_DEEPSPEED": _to_text(kind == "DEEPSPEED"),
+    }
+    fsdp, deepspeed = config.get("fsdp_config") or {}, config.get("deepspeed_config") or {}
+    environment["FSDP_OFFLOAD_PARAMS"] = _to_text(fsdp.get("fsdp_offload_params", False))
+    environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = _to_text(deepspeed.get("zero_stage", 2))
+    for what in ("optimizer", "param"):
+        device = deepspeed.get(f"offload_{what}_device", "none")
+        environment[f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE"] = _to_text(device)
+    parallelism = config.get("parallelism_config") or {}
+    environment |= {key.upper(): _to_text(value) for key, value in parallelism.items()}
+    shared = 1
+    for name in ("CP", "SP", "TP"):
+        shared *= int(environment.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1"))
+    if world % shared:
+        raise ValueError(
+            f"{path}: {shared} devices share a row, so the number of processes must be a multiple "
+            f"of {shared}, got {world}"
+        )
+    return environment
+
+
+def _to_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -17,7 +17,7 @@ from standalone_kernels import SHAPES, load
 from torch._subclasses import FakeTensorMode
 
 from rope_patch import Refused, ops
-from rope_patch.ops.hub.source_tree import collect_sources, make_standalone
+from rope_patch.ops.hub.package import collect_sources, make_standalone
 
 SCRIPT = Path(__file__).with_name("standalone_kernels.py")
 

@@ -8,7 +8,7 @@ from helpers.exact_rotation import DEVICE, assert_rounded, draw, frequencies, ma
 pytest.importorskip("triton")
 
 from rope_patch import ops
-from rope_patch.ops.kernels import launcher, qk_norm_rope, weight_gradient_sum
+from rope_patch.ops.kernels import launcher, qk_norm_rope, qk_norm_rope_kernels
 
 layouts = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 FORMS = (NORM, GEMMA, ACROSS)
@@ -76,7 +76,7 @@ def test_backward_programs_handle_several_tokens(monkeypatch, op, tokens):
     """Use more tokens than programs, a partial last round, and fewer tokens than programs."""
     for name in ("_PROGRAMS", "_PROGRAMS_ALL_HEADS"):
         monkeypatch.setattr(qk_norm_rope, name, 4)
-    monkeypatch.setattr(weight_gradient_sum, "_ELEMENTS", 128)  # 2 of the programs' rows at once
+    monkeypatch.setattr(qk_norm_rope_kernels, "_ELEMENTS", 128)  # 2 of the programs' rows at once
     rotation = make_rotation(48, tokens)
     first, second = (op.check(op.draw(rotation), rotation)[1] for _ in range(2))
     assert all(one.equal(other) for one, other in zip(first, second, strict=True))

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from mock_kernel import mock_launcher
 
-from rope_patch.ops.kernels import launcher, qk_norm_rope, rope, weight_gradient_sum
+from rope_patch.ops.kernels import launcher, qk_norm_rope, qk_norm_rope_kernels, rope
 
 DTYPE = torch.bfloat16
 
@@ -22,13 +22,13 @@ DTYPE = torch.bfloat16
 def launches(monkeypatch):
     """Mock all kernels, as on a GPU; `launches.rope` and so on record launches."""
     monkeypatch.setattr(launcher, "_ONE_HEAD_TOKENS", 16)
-    monkeypatch.setattr(weight_gradient_sum, "_FEW_COLUMNS", 4)
+    monkeypatch.setattr(qk_norm_rope_kernels, "_FEW_COLUMNS", 4)
     recorder = SimpleNamespace()
     for name, module, attribute in (
         ("rope", rope, "_launcher"),
         ("forward", qk_norm_rope, "_forward_launcher"),
         ("backward", qk_norm_rope, "_backward_launcher"),
-        ("sum", weight_gradient_sum, "_launcher"),
+        ("sum", qk_norm_rope_kernels, "_launcher"),
     ):
         setattr(recorder, name, mock_launcher(monkeypatch, module, attribute))
     return recorder

@@ -149,7 +149,7 @@ def test_rows_of_different_lengths_have_separate_frequencies(kernels):
 def test_frequencies_are_packed_once_while_they_stay(monkeypatch):
     calls, original = [], rope_patch.ops.pack_frequencies
     monkeypatch.setattr(
-        "rope_patch.patching.kernels.position_passthrough.pack_frequencies",
+        "rope_patch.patching.kernels.attention_forward.pack_frequencies",
         lambda *a: calls.append(1) or original(*a),
     )
     model = make_model()

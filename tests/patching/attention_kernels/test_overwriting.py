@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rope_patch.ops import cpu
+from rope_patch.ops import plain_torch
 from rope_patch.patching.kernels import attention_forward, exclusive_memory
 
 pytest.importorskip("triton")
@@ -28,8 +28,8 @@ LENGTH = 20
 def small_limits(monkeypatch):
     """Overwrite tensors of any size, in blocks of 7 tokens."""
     monkeypatch.setattr(attention_forward, "_MIN_OVERWRITTEN_NUMEL", 0)
-    monkeypatch.setattr(cpu, "_JOINED_NUMEL", 0)
-    monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 7 * 4 * 16)
+    monkeypatch.setattr(plain_torch, "_JOINED_NUMEL", 0)
+    monkeypatch.setattr(plain_torch, "_BLOCK_NUMEL", 7 * 4 * 16)
 
 
 @pytest.fixture
@@ -141,12 +141,12 @@ def peak_memory(call):
 
 def test_rotation_allocates_less_than_the_queries(monkeypatch):
     """Count by torch's profiler: temporaries of a block instead of new queries and keys."""
-    monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 2**12)
+    monkeypatch.setattr(plain_torch, "_BLOCK_NUMEL", 2**12)
     q, k = (torch.randn(1, 256, heads, 64).transpose(1, 2) for heads in (8, 2))
     cos, sin = torch.randn(2, 1, 256, 64).unbind()
     peaks = {
         may_overwrite: peak_memory(
-            lambda m=may_overwrite: cpu.rope_from_cos_sin(q, k, cos, sin, may_overwrite=m)
+            lambda m=may_overwrite: plain_torch.rope_from_cos_sin(q, k, cos, sin, may_overwrite=m)
         )
         for may_overwrite in (False, True)
     }
@@ -160,8 +160,8 @@ def test_rotation_allocates_less_than_the_queries(monkeypatch):
 def test_op_overwrites_to_the_same_bits(rotary_dim, interleaved, dtype):
     q, k = (torch.randn(2, 23, heads, 16, dtype=dtype).transpose(1, 2) for heads in (4, 2))
     cos, sin = torch.randn(2, 1, 23, rotary_dim).to(dtype).unbind()
-    expected = cpu.rope_from_cos_sin(q, k, cos, sin, interleaved=interleaved)
-    got = cpu.rope_from_cos_sin(q, k, cos, sin, interleaved=interleaved, may_overwrite=True)
+    expected = plain_torch.rope_from_cos_sin(q, k, cos, sin, interleaved=interleaved)
+    got = plain_torch.rope_from_cos_sin(q, k, cos, sin, interleaved=interleaved, may_overwrite=True)
     assert got[0] is q
     assert got[1] is k
     assert all(a.equal(b) for a, b in zip(got, expected, strict=True))

@@ -6,7 +6,7 @@ import torch
 
 from rope_patch.methods import build
 from rope_patch.patching import cut_region
-from rope_patch.patching.position_maps.fused_attention import (
+from rope_patch.patching.position_maps.parts import (
     MergedParts,
     _on_cuda,
     attend_in_torch,

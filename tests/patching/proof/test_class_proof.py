@@ -16,7 +16,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from rope_patch.patching import CannotShrink, prove, tiny_config, tiny_model
+from rope_patch.entry_points import prove
+from rope_patch.patching import CannotShrink, tiny_config, tiny_model
 
 STATIC, DYNAMIC, TWO_SETS, MAP = "static", "dynamic", "two sets", "position map"
 KINDS = [STATIC, DYNAMIC, TWO_SETS, MAP, "temperature", "start tokens"]
@@ -101,7 +102,7 @@ def test_a_part_that_does_nothing_fails_the_proof(part, kind, properties, monkey
 
 
 def test_an_undo_that_leaves_something_fails_the_proof(monkeypatch):
-    monkeypatch.setattr("rope_patch.patching.config_copy.ConfigOverride.undo", lambda *_: [])
+    monkeypatch.setattr("rope_patch.patching.undo_log.ConfigOverride.undo", lambda *_: [])
     (kind,) = prove(make_model(), [STATIC]).kinds
     assert kind.verdict == "failed"
     assert "refused after it was undone" in kind.problem

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
 
 import rope_patch
 from rope_patch.patching.proof import first_use
-from rope_patch.transformers_api import releases
+from rope_patch.transformers_api import models as releases
 
 STRETCHES = [1 + 0.4 * pair for pair in range(8)]
 REQUESTS = {
@@ -130,9 +130,7 @@ def test_a_folder_that_cannot_be_written_forgets(folder, monkeypatch):
     ],
 )
 def test_releases_that_were_not_tested_are_proven(version, variable, runs, folder, monkeypatch):
-    monkeypatch.setattr(
-        "rope_patch.transformers_api.releases.transformers_version", lambda: version
-    )
+    monkeypatch.setattr("rope_patch.transformers_api.models.transformers_version", lambda: version)
     monkeypatch.delenv("ROPE_PATCH_PROOF")
     if variable is not None:
         monkeypatch.setenv("ROPE_PATCH_PROOF", variable)

@@ -8,8 +8,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from rope_patch import statistics
-from rope_patch.evaluation.report.results.comparisons import ComparisonStatistics
-from rope_patch.evaluation.report.results.retrieval import ScoredSample, scored_samples
+from rope_patch.evaluation.report.results.retrieval import (
+    ComparisonStatistics,
+    ScoredSample,
+    scored_samples,
+)
 from rope_patch.statistics import ClusteredMean, MeanTest
 from rope_patch.tasks import question_of
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from rope_patch import statistics
 from rope_patch.evaluation.measures import perplexity
-from rope_patch.evaluation.report.results.base import RunResults
+from rope_patch.evaluation.report.results.retrieval import RunResults
 from rope_patch.evaluation.results_schema import (
     ControlRecord,
     DocumentRecord,

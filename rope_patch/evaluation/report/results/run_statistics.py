@@ -11,11 +11,10 @@ from dataclasses import replace
 from functools import cache, cached_property
 
 from rope_patch import statistics
-from rope_patch.evaluation.harness_schema import HarnessRecord
-from rope_patch.evaluation.report.format import one_line
 from rope_patch.evaluation.report.results.likelihood import LikelihoodStatistics
 from rope_patch.evaluation.report.results.perplexity import PerplexityStatistics
-from rope_patch.evaluation.results_schema import RunRecord, ShortRecord
+from rope_patch.evaluation.report.table import one_line
+from rope_patch.evaluation.results_schema import HarnessRecord, RunRecord, ShortRecord
 from rope_patch.statistics import Interval, PairedTest
 
 

@@ -1,1 +1,0 @@
-"""Checks of a diagnosis, grouped by their subject."""

@@ -1,1 +1,0 @@
-"""The lab's report, on the templates of the evaluation's."""

@@ -1,1 +1,0 @@
-"""Measure candidates: their fitness, the samples, and when to stop early."""

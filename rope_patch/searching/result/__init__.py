@@ -1,1 +1,0 @@
-"""The result of a search: comparison, plot, summary and exported files."""

@@ -1,0 +1,151 @@
+"""Style of all figures, and their files, which are the same for the same results."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rope_patch.utils import atomic_files
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# Name: (on paper, on a dark screen). After Okabe and Ito, so colour-blind readers tell them apart.
+PALETTE = {
+    "ink": ("#1c2128", "#e6e8eb"),
+    "muted": ("#5c6570", "#a0a8b2"),
+    "line": ("#d9dde2", "#363c45"),
+    "paper": ("#fefefe", "#15181d"),
+    "shade": ("#f4f1ea", "#221f1a"),
+    "plain": ("#6b7480", "#98a2ae"),
+    "rest": ("#b3bac3", "#59626d"),
+    "control": ("#1d222a", "#dfe3e8"),
+    "m0": ("#0068b0", "#56b4f5"),
+    "m1": ("#d05a00", "#ff9447"),
+    "m2": ("#00845f", "#3fcf9f"),
+    "m3": ("#b0508f", "#ec9fce"),
+    "m4": ("#a87900", "#e9bd45"),
+    "m5": ("#3a3fa8", "#a3a8ff"),
+    "m6": ("#7b4a2b", "#cda07c"),
+    "m7": ("#5d6b10", "#bccb58"),
+}
+PAPER = {name: colours[0] for name, colours in PALETTE.items()}
+
+FONT = 12.5  # points; at 72 dots per inch one point is one CSS pixel
+
+STYLE: Any = {
+    "font.size": FONT,
+    "text.color": PAPER["ink"],
+    "text.parse_math": False,  # a model's name may hold dollars
+    "axes.edgecolor": PAPER["line"],
+    "axes.labelcolor": PAPER["muted"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": PAPER["line"],
+    "xtick.color": PAPER["line"],
+    "ytick.color": PAPER["line"],
+    "xtick.labelcolor": PAPER["muted"],
+    "ytick.labelcolor": PAPER["muted"],
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "rope_patch",  # the same results make the same file
+}
+
+_SUFFIXES = (".svg", ".png")
+
+
+def require_plot_suffix(path: str | os.PathLike[str]) -> None:
+    """Raise if a path has no suffix of a plot.
+
+    Raises:
+        ValueError: The suffix is another one.
+    """
+    if Path(path).suffix.lower() not in _SUFFIXES:
+        raise ValueError(f"a picture is an .svg or a .png file, got {str(path)!r}")
+
+
+def require_plot_path(path: str | os.PathLike[str]) -> None:
+    """Raise if no plot can be written to a path.
+
+    Raises:
+        ValueError: The suffix is not a plot's, or matplotlib is not installed.
+    """
+    require_plot_suffix(path)
+    require_matplotlib()
+
+
+def require_matplotlib() -> None:
+    """Raise ValueError unless matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed, which pictures need: pip install 'rope-patch[eval]'"
+        ) from error
+
+
+_IMAGE = re.compile(r"data:image/png;base64,([^\"']+)")
+
+
+def write_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure atomically, as SVG or PNG by the path's suffix.
+
+    An SVG follows a dark system where its viewer tells it, as browsers do, and is light elsewhere.
+    """
+    file = Path(path)
+    kind = file.suffix.lower()[1:]
+    content = render_figure(figure, kind)
+    atomic_files.atomic_write(file, content)
+
+
+def render_figure(figure: Figure, kind: str) -> bytes:
+    """Return a figure as a file's bytes; kind is "svg" or "png"."""
+    from matplotlib import rc_context
+
+    metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
+    buffer = BytesIO()
+    with rc_context(STYLE):
+        figure.savefig(buffer, format=kind, dpi=144, facecolor=PAPER["paper"], metadata=metadata)
+    if kind != "svg":
+        return buffer.getvalue()
+    svg = _IMAGE.sub(lambda image: _with_palette(image[1]), buffer.getvalue().decode())
+    return _with_dark_colours(svg).encode()
+
+
+def _with_dark_colours(svg: str) -> str:
+    """Add a rule for each colour of the palette, so that it is another one on a dark screen.
+
+    The colours themselves stay in the drawing, because other viewers than browsers know no rules.
+    """
+    rules = [
+        f'[style*="{what}: {light}"]{{{what}:{dark} !important}}'
+        for light, dark in [*PALETTE.values(), ("#ffffff", PALETTE["paper"][1])]
+        for what in ("fill", "stroke")
+        if f"{what}: {light}" in svg
+    ]
+    style = f"<style>@media (prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
+    end = svg.index(">", svg.index("<svg")) + 1
+    return svg[:end] + style + svg[end:]
+
+
+def _with_palette(encoded: str) -> str:
+    """Return an embedded image of few colours as a smaller file of the same pixels."""
+    import numpy
+    from PIL import Image
+
+    whole = Image.open(BytesIO(base64.b64decode(encoded))).convert("RGBA")
+    pixels = numpy.frombuffer(whole.tobytes(), dtype=numpy.uint32)
+    colours, numbers = numpy.unique(pixels, return_inverse=True)
+    if len(colours) > 256:
+        return f"data:image/png;base64,{encoded}"
+    small = Image.frombytes("P", whole.size, numbers.astype(numpy.uint8).tobytes())
+    small.putpalette(colours.tobytes(), rawmode="RGBA")
+    file = BytesIO()
+    small.save(file, format="png", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

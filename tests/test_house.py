@@ -1,0 +1,147 @@
+"""Test the size of the house: lines and files of each room, and what a call goes through.
+
+A number that is lowered goes into the table; raising one is a decision that the commit's message
+argues. Lines are those of `wc -l`, docstrings and comments included.
+"""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "rope_patch"
+
+# Room: (most lines, most files)
+BUDGETS = {}
+
+# Folders of peers: a file for each method, engine, command, task, or a room's parts.
+PEERS = {}
+MOST_FILES = 12
+MOST_LINES = 800
+
+
+def room_of(path):
+    """Return the folder below the package that a file stands in; "" for its top modules."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def sizes():
+    """Return the lines and the files of each room."""
+    lines, files = Counter(), Counter()
+    for path in PACKAGE.rglob("*.py"):
+        lines[room_of(path)] += path.read_text(encoding="utf-8").count("\n")
+        files[room_of(path)] += 1
+    return {room: (lines[room], files[room]) for room in sorted(files)}
+
+
+def test_rooms_keep_to_their_budgets():
+    measured = sizes()
+    assert measured.keys() == BUDGETS.keys(), "each room has a line in BUDGETS"
+    over = {
+        room or "top modules": f"{measured[room]}, expected at most {BUDGETS[room]}"
+        for room in measured
+        if any(size > most for size, most in zip(measured[room], BUDGETS[room], strict=True))
+    }
+    assert not over, f"lines and files: {over}. What a room gains, it first removes"
+
+
+def test_files_are_read_from_top_to_bottom():
+    long = {
+        path.relative_to(ROOT).as_posix(): count
+        for path in PACKAGE.rglob("*.py")
+        if (count := path.read_text(encoding="utf-8").count("\n")) > MOST_LINES
+    }
+    assert not long, f"files of more than {MOST_LINES} lines: {long}"
+
+
+def test_folders_are_seen_at_a_glance():
+    files = Counter(path.parent for path in PACKAGE.rglob("*.py") if path.name[0] != "_")
+    most = {folder.relative_to(PACKAGE).as_posix(): count for folder, count in files.items()}
+    over = {name: count for name, count in most.items() if count > PEERS.get(name, MOST_FILES)}
+    assert not over, f"files in a folder, expected at most {MOST_FILES}: {over}"
+
+
+# -- what a call goes through ----------------------------------------------------------------------
+
+# Its last line prints the files whose functions the profiled calls run, and the imported modules.
+COUNTER = """
+import sys, threading
+from pathlib import Path
+import torch, transformers
+names = set()
+def count(frame, event, argument):
+    if event == "call" and "/rope_patch/" in frame.f_code.co_filename:
+        if frame.f_code.co_name != "<module>":
+            names.add(frame.f_code.co_filename)
+def profiled(function, *arguments, **options):
+    names.clear()
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        return function(*arguments, **options)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+def imported():
+    return len([name for name in sys.modules if name.split(".")[0] == "rope_patch"])
+torch.manual_seed(0)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=64, max_position_embeddings=64,
+)).eval()
+"""
+
+PATCH = """
+import rope_patch
+profiled(rope_patch.patch, model, "yarn", factor=4)
+print(len(names), imported())
+"""
+
+# 64 tokens are the trained length: the 65th makes frequencies grow, the 66th keeps them.
+DECODE = """
+import rope_patch
+rope_patch.patch(model, "dynamic-yarn", factor=4)
+tokens = torch.arange(64)[None] % 64
+with torch.no_grad():
+    cache = model(tokens, use_cache=True).past_key_values
+    profiled(model, tokens[:, :1], past_key_values=cache)
+    grows = len(names)
+    profiled(model, tokens[:, :1], past_key_values=cache)
+print(len(names), grows)
+"""
+
+# As the command `eval` does it, to its report.
+EVALUATE = """
+from rope_patch.cli import main
+main()
+print(imported())
+"""
+
+
+def counts(code, *words):
+    """Run code in a new interpreter and return the numbers of its last line."""
+    run = subprocess.run(
+        [sys.executable, "-c", COUNTER + code, *words], capture_output=True, text=True, check=True
+    )
+    return tuple(map(int, run.stdout.splitlines()[-1].split()))
+
+
+@pytest.mark.parametrize(
+    ("code", "most"), [(PATCH, (35, 123)), (DECODE, (14, 23))], ids=["patch", "decode step"]
+)
+def test_a_call_goes_through_few_files(code, most):
+    measured = counts(code)
+    assert all(n <= limit for n, limit in zip(measured, most, strict=True)), (measured, most)
+
+
+@pytest.mark.slow
+def test_an_evaluation_imports_few_modules(tmp_path):
+    words = ["eval", "tests/assets/tiny-llama", "--method", "none", "--lengths", "256"]
+    words += ["--tasks", "perplexity", "--perplexity-length", "512"]
+    words += ["--text", "tests/assets/start-of-emma.txt", "--out", str(tmp_path / "report")]
+    (measured,) = counts(EVALUATE, *words)
+    assert measured <= 231
