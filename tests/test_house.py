@@ -15,10 +15,37 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rope_patch"
 
 # Room: (most lines, most files)
-BUDGETS = {}
+BUDGETS = {
+    "": (1_350, 8),
+    "benchmarks": (3_400, 14),
+    "cli": (3_050, 24),
+    "diagnosing": (2_950, 10),
+    "encodings": (4_100, 19),
+    "evaluation": (10_300, 33),
+    "exporting": (2_350, 14),
+    "extending": (1_750, 9),
+    "inference": (1_300, 6),
+    "integrations": (650, 4),
+    "lab": (2_350, 8),
+    "methods": (3_100, 31),
+    "ops": (4_950, 24),
+    "patching": (10_750, 42),
+    "pictures": (1_700, 8),
+    "pretrained": (3_250, 12),
+    "recommending": (2_550, 9),
+    "runs": (300, 2),
+    "searching": (3_550, 20),
+    "serving": (1_300, 11),
+    "statistics": (1_400, 7),
+    "tasks": (4_000, 29),
+    "training": (9_000, 31),
+    "transformers_api": (1_150, 7),
+    "utils": (1_550, 14),
+    "verifying": (2_450, 9),
+}
 
 # Folders of peers: a file for each method, engine, command, task, or a room's parts.
-PEERS = {}
+PEERS = {"tasks": 20, "exporting": 13, "methods": 30, "cli": 23, "utils": 13}
 MOST_FILES = 12
 MOST_LINES = 800
 
@@ -131,7 +158,7 @@ def counts(code, *words):
 
 
 @pytest.mark.parametrize(
-    ("code", "most"), [(PATCH, (35, 123)), (DECODE, (14, 23))], ids=["patch", "decode step"]
+    ("code", "most"), [(PATCH, (35, 118)), (DECODE, (14, 23))], ids=["patch", "decode step"]
 )
 def test_a_call_goes_through_few_files(code, most):
     measured = counts(code)

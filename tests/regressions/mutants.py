@@ -82,9 +82,10 @@ def measure(copy, path, line, operator, occurrence):
         code, output = run_tests(copy, ["-m", QUICK, *tests], PATIENCE)
     finally:
         shutil.copyfile(PROJECT / path, copy / path)
-    # 2: the mutant cannot be imported. 5: nothing was collected. -9: what hangs is caught, too, but
-    # what is slow is not.
-    outcomes = {0: "survived", 1: "caught", 2: "caught", 5: "untested", -9: "no answer"}
+    # 2 and 4: tests, or their conftest, cannot import the mutant. 5: nothing was collected. -9: what
+    # hangs is caught, too, but what is slow is not.
+    outcomes = {0: "survived", 1: "caught", 2: "caught", 4: "caught", 5: "untested"}
+    outcomes[-9] = "no answer"
     outcome = outcomes[code] if code >= 0 or code == -9 else "crashed"
     failures = [part for part in output.splitlines() if part.startswith("FAILED ")]
     test = failures[0].removeprefix("FAILED ").partition(" - ")[0] if failures else None
