@@ -33,19 +33,19 @@ BUDGETS = {
     "pictures": (1_700, 8),
     "pretrained": (3_250, 12),
     "recommending": (2_550, 9),
-    "runs": (300, 2),
+    "runs": (400, 3),
     "searching": (3_550, 20),
     "serving": (1_300, 11),
     "statistics": (1_400, 7),
     "tasks": (4_000, 29),
     "training": (9_000, 31),
     "transformers_api": (1_150, 7),
-    "utils": (1_550, 14),
+    "utils": (1_400, 13),
     "verifying": (2_450, 9),
 }
 
-# Folders of peers: a file for each method, engine, command, task, or a room's parts.
-PEERS = {"tasks": 20, "exporting": 13, "methods": 30, "cli": 23, "utils": 13}
+# Folders of peers: a file for each task, engine, method or command.
+PEERS = {"cli": 23, "exporting": 13, "methods": 30, "tasks": 20}
 MOST_FILES = 12
 MOST_LINES = 800
 

@@ -32,11 +32,11 @@ import sentence_search
 import torch
 from table_subjects import LANGUAGE_SUBJECTS, LanguageSubject
 
+from rope_patch.runs.journal import JournalFile, check_lines
 from rope_patch.statistics.bootstrap import bootstrap_mean
 from rope_patch.utils import atomic_files, checksums
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.installation import version
-from rope_patch.utils.journal import JournalFile, check_lines
 from rope_patch.utils.progress import progress_bar
 
 MODELS = (*LANGUAGE_SUBJECTS, sentence_search.NAME)

@@ -34,13 +34,13 @@ from rope_patch.pretrained.device_map import placement
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.quantization import loading_arguments, parse_quantization, quantize
 from rope_patch.pretrained.sidecar import patch_to_restore
+from rope_patch.runs.journal import JournalFile, check_lines
 from rope_patch.runs.run_folder import RunFolder
 from rope_patch.tasks import chat_template
 from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.utils import checksums, provenance
 from rope_patch.utils.atomic_files import NotWritten
 from rope_patch.utils.errors import describe_error
-from rope_patch.utils.journal import JournalFile, check_lines
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rope_patch.runs.journal import JournalFile, check_lines
 from rope_patch.utils import checksums
-from rope_patch.utils.journal import JournalFile, check_lines
 
 logger = logging.getLogger("rope_patch")
 

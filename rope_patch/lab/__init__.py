@@ -7,7 +7,7 @@ front(
     {
         "cell_run": "build_model run_cell Trainer variants",
         "pipeline": "CellJournal run_lab",
-        "report": ("difference_range difference_text headline loss_cell share_cell write_report"),
+        "report": "difference_range difference_text headline loss_cell share_cell write_report",
         "results": "LabRecord LabResults seeded_difference seeded_mean",
         "settings": "Cell LabSettings",
         "statements": "check_statements STATEMENTS verdict",

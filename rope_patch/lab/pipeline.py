@@ -14,9 +14,9 @@ from typing import Any
 
 from rope_patch.lab.cell_run import cell_cost, make_task, run_cell
 from rope_patch.lab.settings import RECALL, TASKS, TEXT, Cell, LabSettings
+from rope_patch.runs.journal import check_lines
 from rope_patch.runs.run_folder import RunFolder
 from rope_patch.utils import atomic_files, checksums
-from rope_patch.utils.journal import check_lines
 from rope_patch.utils.progress import progress_bar
 from rope_patch.utils.provenance import hardware, now, versions
 

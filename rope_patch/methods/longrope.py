@@ -36,8 +36,7 @@ class LongRoPE(Method):
 
     long_factor: Sequence[float] = option(
         "stretch of each pair beyond the trained length, R / 2 numbers; `rope-patch search` finds "
-        "them for a model, rope_patch.searching.published_factors.read_factors reads "
-        "published ones"
+        "them for a model, rope_patch.searching.read_factors reads published ones"
     )
     short_factor: Sequence[float] | None = option(
         "stretch of each pair up to the trained length; none unless given", default=None

@@ -22,4 +22,4 @@ answers of evaluations by their key (`inference.answers`), the lab's cells by th
 
 from rope_patch.utils.front import front
 
-front(__name__, {"run_folder": "RunFolder WallClock"})
+front(__name__, {"journal": "check_lines JournalFile", "run_folder": "RunFolder WallClock"})

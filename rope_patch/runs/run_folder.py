@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rope_patch.runs.journal import JournalFile
 from rope_patch.utils import atomic_files, checksums
-from rope_patch.utils.journal import JournalFile
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")

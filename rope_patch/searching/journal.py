@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.inference.samples import samples_digest
+from rope_patch.runs.journal import check_lines
 from rope_patch.runs.run_folder import RunFolder
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.fitness import Evaluation, Fitness
 from rope_patch.utils import atomic_files, checksums
-from rope_patch.utils.journal import check_lines
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")

@@ -14,7 +14,7 @@ import transformers
 from table_checkpoints import SmilesTokenizer
 from table_subjects import Text
 
-from rope_patch.utils import JournalFile
+from rope_patch.runs import JournalFile
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 32

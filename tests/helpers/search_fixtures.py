@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from helpers.processes import FRESH
 from rope_patch.inference import from_labelled_tensors
+from rope_patch.runs import JournalFile
 from rope_patch.searching import STRATEGIES, Candidate, search
-from rope_patch.utils import JournalFile
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TRAINED = 256

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.inference import Sample
-from rope_patch.utils import JournalFile
+from rope_patch.runs import JournalFile
 
 LENGTH, TRAINED = 1024, 256
 LONG_BLOCK = 6 * 1023 / 1000  # seconds on the machine below

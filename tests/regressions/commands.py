@@ -123,31 +123,31 @@ DEFECTS = [
         "rope_patch/utils/checksums.py",
         '    if sealed["digest"] != json_digest(body):\n        raise ValueError("it is damaged: its digest differs")\n',
         "",
-        ("tests/utils/test_journal.py::test_damaged_and_foreign_lines_are_named_by_number",),
+        ("tests/runs/test_journal.py::test_damaged_and_foreign_lines_are_named_by_number",),
     ),
     Defect(
         "stored data of another measurement is taken for this one's",
         "rope_patch/utils/checksums.py",
         "        if body.get(name) != expected:\n",
         "        if False:\n",
-        ("tests/utils/test_journal.py::test_damaged_and_foreign_lines_are_named_by_number",),
+        ("tests/runs/test_journal.py::test_damaged_and_foreign_lines_are_named_by_number",),
     ),
     Defect(
         "a line that a kill cut short stays, and the next entry is written behind it",
-        "rope_patch/utils/journal.py",
+        "rope_patch/runs/journal.py",
         "                else:\n                    file.seek(end)\n                    file.truncate()\n",
         "",
         (
-            "tests/utils/test_journal.py::test_an_entry_cut_anywhere_is_not_written_and_its_place_is_taken",
+            "tests/runs/test_journal.py::test_an_entry_cut_anywhere_is_not_written_and_its_place_is_taken",
         ),
     ),
     Defect(
         "a whole entry without its line end is thrown away",
-        "rope_patch/utils/journal.py",
+        "rope_patch/runs/journal.py",
         "        return [*lines, tail] if _is_whole(tail) else lines\n",
         "        return lines\n",
         (
-            "tests/utils/test_journal.py::test_an_entry_cut_anywhere_is_not_written_and_its_place_is_taken",
+            "tests/runs/test_journal.py::test_an_entry_cut_anywhere_is_not_written_and_its_place_is_taken",
         ),
     ),
     Defect(

@@ -9,15 +9,8 @@ from typing import Any
 
 import pytest
 
-from rope_patch.utils import (
-    JournalFile,
-    add_checksum,
-    check_lines,
-    digest,
-    file_sha256,
-    seal,
-    verify_checksum,
-)
+from rope_patch.runs import JournalFile, check_lines
+from rope_patch.utils import add_checksum, digest, file_sha256, seal, verify_checksum
 
 
 def entry(number):
@@ -42,7 +35,7 @@ def test_a_file_begins_with_its_first_entry(tmp_path):
 def test_an_entry_cut_anywhere_is_not_written_and_its_place_is_taken(
     tmp_path, monkeypatch, tail_bytes
 ):
-    monkeypatch.setattr("rope_patch.utils.journal._TAIL_BYTES", tail_bytes)
+    monkeypatch.setattr("rope_patch.runs.journal._TAIL_BYTES", tail_bytes)
     whole = JournalFile(tmp_path / "whole.jsonl")
     whole.append(entry(1), entry(2))
     raw = whole.path.read_bytes()
