@@ -68,6 +68,7 @@ VARIABLE = "ROPE_PATCH_PROOF"
 _proofs: dict[str, KindProof] = {}
 _warned: set[str] = set()  # classes that cannot be proven
 _lock = threading.Lock()
+_one_at_a_time = threading.Lock()  # one proof, in one thread
 
 
 def require_proof(model: nn.Module, plan: PatchPlan, patch: PatchFunction) -> None:
@@ -303,7 +304,10 @@ def prove(model: nn.Module, plan: PatchPlan, kinds: Sequence[str], patch: PatchF
         kinds: See `checks.KINDS`.
         patch: The function that patches the tiny model, without asking for a proof of its own.
     """
-    with _lock, ThreadPoolExecutor(max_workers=1, thread_name_prefix="rope_patch-proof") as pool:
+    with (
+        _one_at_a_time,
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix="rope_patch-proof") as pool,
+    ):
         return pool.submit(_prove, model, plan, kinds, patch).result()
 
 
