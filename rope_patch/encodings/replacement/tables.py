@@ -18,7 +18,7 @@ from rope_patch.encodings.replacement.encoding import (
     require_count,
     require_positive,
 )
-from rope_patch.encodings.sites.probe import TableSighting
+from rope_patch.encodings.sites.probe import DetectedTable
 from rope_patch.encodings.sites.site import Site, Stretch
 from rope_patch.encodings.sites.table import LearnedTableSite
 from rope_patch.encodings.tables import (
@@ -265,8 +265,8 @@ class LearnedTable(AbsoluteEncoding):
 
     def sites(self, name: str) -> Sequence[Site]:
         table = f"{name}.table"
-        sighting = TableSighting(table, "weight", 0, (), (), self.table.weight)
-        return [LearnedTableSite(table, self.table, sighting)]
+        detected = DetectedTable(table, "weight", 0, (), (), self.table.weight)
+        return [LearnedTableSite(table, self.table, detected)]
 
     def describe(self) -> str:
         return f"embeddings get a trained row for each of {self.table.num_embeddings:,} positions"
