@@ -44,7 +44,7 @@ class Question:
         """Return whether more text cannot change the score of a generated one."""
         if self.is_settled is None:
             return False
-        return self.is_settled(settled.decided_part(text, self.until))
+        return self.is_settled(settled.settled_part(text, self.until))
 
 
 def group_questions(questions: list[Question], chunk: int | None) -> list[list[Question]]:
@@ -136,7 +136,10 @@ class Answerer:
         self._token_bytes = 0  # of the cache; 0 until it is measured
 
     def batch_size(self, group: list[Question]) -> int:
-        """Return how many of a group are answered together; by the group alone, if memory lasts."""
+        """Return how many questions of a group are answered together.
+
+        The group alone decides, so that a resumed run has the same batches, unless memory ran out.
+        """
         size = self._largest_batch(group)
         return size if self.most_rows is None else min(size, self.most_rows)
 

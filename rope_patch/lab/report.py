@@ -390,7 +390,7 @@ def _panel(results: LabResults, task: str, quantity: str, title: str, names: lis
             points, intervals = [], []
             for length in results.tests:
                 if method != PLAIN and length == results.length:
-                    continue  # a line's start is the encoding's own
+                    continue  # the line of the unextended encoding has this point
                 scores = results.scores(task, name, length, method, quantity)
                 if scores is None:
                     continue

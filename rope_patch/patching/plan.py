@@ -308,9 +308,10 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
 
 
 def saved_frequencies(traits: RotaryTraits, plan: PatchPlan) -> dict[str | None, Frequencies]:
-    """Return the frequencies of layer types that a plan leaves as they were trained.
+    """Return trained frequencies of layer types that a saved patch changed and the plan leaves.
 
-    Those of a model that runs otherwise: plain transformers loaded it as a patch extended it.
+    Plain transformers loads a model that was saved with a patch as that patch extended it, and a
+    new patch starts from what was trained.
 
     Args:
         traits: One of the plan's rotary modules, unpatched.

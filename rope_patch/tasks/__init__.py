@@ -31,7 +31,7 @@ front(
     {
         "samples": "TooShort",
         "scoring": "all_answers any_answer first_number",
-        "settled": "decided_part rule_of",
+        "settled": "settled_part stop_rule",
         "texts": "documents read_text",
     },
 )

@@ -550,7 +550,7 @@ def draw_heat_maps(stats: RunStatistics, ranking: Ranking) -> dict[str, bytes]:
 
 
 def single_samples(stats: RunStatistics, task: str) -> bool:
-    """Return whether no cell of a task's heat maps has more than one sample, which is no rate."""
+    """Return whether each cell of a task's heat maps has at most one sample, too few for a rate."""
     counts = Counter(
         (label, s["length"], s.get("depth"))
         for label in stats.labels
