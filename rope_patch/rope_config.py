@@ -58,7 +58,7 @@ KNOWN_KEYS = frozenset(
         "max_position_embeddings",  # nothing reads it, but Ministral 3's configs have it
     )
 )
-_NEAR = 0.75  # how alike a misspelt key and a known one are, from 0 to 1
+_NEAR = 0.75  # similarity, from 0 to 1, from which on a misspelt key is taken for a known one
 # Of two numbers of a scaling, the one that must be below the other, with transformers' defaults.
 _ASCENDING: dict[str, tuple[tuple[str, Any], ...]] = {
     "llama3": (("low_freq_factor", None), ("high_freq_factor", None)),

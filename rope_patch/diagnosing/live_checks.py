@@ -30,7 +30,8 @@ from rope_patch.utils.errors import Refused
 # Functions that other libraries replace: in most files, in Qwen 2 VL's, in Llama 4's.
 _ROTATION_FUNCTIONS = (APPLY, "apply_multimodal_rotary_pos_emb", "apply_rotary_emb")
 
-_LENGTH_DEPENDENT = ("dynamic", "longrope")  # these modules change their buffer during forward
+# Rope types whose modules change their buffer during forward.
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def live_findings(facts: Facts) -> Iterator[Finding]:

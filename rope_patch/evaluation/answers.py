@@ -91,9 +91,10 @@ def make_batches(questions: list[Question], tokens: int) -> Iterator[list[Questi
         yield single
 
 
-_MAX_CACHE = {"cpu": 2**31}  # bytes of the keys and values of answers that are decoded together
+# Bytes of the keys and values of answers that are decoded together, by device type.
+_MAX_CACHE = {"cpu": 2**31}
 _GPU_MAX_CACHE = 2**34
-_MAX_PACKED_TOKENS = 512  # of the targets after one prompt that are scored in one pass
+_MAX_PACKED_TOKENS = 512  # tokens of several targets after one prompt that one pass scores
 
 
 class Answerer:

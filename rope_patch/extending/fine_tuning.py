@@ -32,8 +32,9 @@ logger = logging.getLogger("rope_patch")
 MEASURED_NOVELS = ("emma", "pride_and_prejudice")
 MIN_STEPS = 20  # optimizer steps; fewer teach nothing that one could tell
 _MAX_STEPS = 400  # YaRN's, arXiv:2309.00071, section 4
-_TIMED_STEPS = 3  # the first of which is slow
-_TRAINING_SHARE = 0.85  # of the step's time; the rest is for loading, checkpoints and slow steps
+_TIMED_STEPS = 3  # steps of the trial that is timed, the first of which is slow
+# Share of the time for steps; loading, checkpoints and slow steps take the rest.
+_TRAINING_SHARE = 0.85
 _OWN_KEYS = ("model", "length", "factor", "output_dir", "resume", "seed", "data", "tokens")
 # In the order of preference: the first that fits into memory is taken.
 _MODES: dict[str, dict[str, Any]] = {

@@ -28,8 +28,8 @@ from rope_patch.pictures.rotations import FIRE_RATE, FIRE_THRESHOLD
 from rope_patch.pictures.subject import bucket_table, read_sites
 from rope_patch.utils.errors import Refused, did_you_mean
 
-_PANELS = 4  # heads shown
-_LOWEST = -8.0  # a logit lower by 8 has 0.03% of the weight
+_PANELS = 4  # heads that are shown, one panel each
+_LOWEST = -8.0  # the darkest bias: a logit lower by 8 has 0.03% of the weight
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def draw_grid(options: PictureOptions) -> Picture:
     )
 
 
-_BUCKETS = 32  # of T5's decoders
+_BUCKETS = 32  # buckets of distances in T5's decoders
 _SQUEEZES = {"log-tail": "far distances squeezed", "linear": "all distances divided"}
 # FIRE's initial values (arXiv:2310.04418); both are learned.
 FIRE_RATE, FIRE_THRESHOLD = 0.1, 512.0

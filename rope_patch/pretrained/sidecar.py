@@ -314,7 +314,8 @@ def make_sidecar(
     }
 
 
-_CARD = "Made by `rope-patch finetune"  # in the cards of `finetune`
+# Begins a sentence in the model cards that `finetune` writes.
+_CARD = "Made by `rope-patch finetune"
 
 
 def mark_trained(model: nn.Module) -> None:

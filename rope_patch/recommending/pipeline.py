@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_SAMPLES = 96  # of each kind, if the budget allows
+MAX_SAMPLES = 96  # samples of each kind, if the budget allows as many
 
 
 def recommend(

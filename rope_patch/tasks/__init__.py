@@ -36,8 +36,8 @@ front(
     },
 )
 
-LIKELIHOOD = "_ll"  # ends the name of a task whose answers are scored by their likelihood
-CHOICE = "_mc"  # of one whose answers are chosen by it among others
+LIKELIHOOD = "_ll"  # ends a task's name if the likelihood of its answer is the score
+CHOICE = "_mc"  # ends a task's name if the likeliest of several answers is chosen
 
 
 def names() -> list[str]:

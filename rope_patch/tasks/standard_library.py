@@ -41,10 +41,10 @@ LINE_PREFIX = "Next line:"
 
 NO_LINE = ("", "```", "```python")  # lines that are no answer
 
-_LEAST_FILES = 50  # fewer are no standard library
+_LEAST_FILES = 50  # files; fewer are no standard library
 _LONGEST_NAME, _LONGEST_LINE = 32, 80  # characters
-_SIZES = range(5, 31)  # lines of a function that is asked for
-_LONGEST_FUNCTION = 80  # lines
+_SIZES = range(5, 31)  # lines that a function in question may have
+_LONGEST_FUNCTION = 80  # lines of the longest function that is read
 # fmt: off
 _EXCLUDED = {
     "__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data",

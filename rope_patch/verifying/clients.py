@@ -112,7 +112,7 @@ class Engine(ABC):
             ) from error
 
 
-_LARGEST = 2**30  # bytes of an answer
+_LARGEST = 2**30  # bytes of an answer that are read at most
 
 
 class CannotReach(CannotVerify):

@@ -33,7 +33,7 @@ from rope_patch.encodings.sites.slopes import SlopesSite
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
 
-_LEAST = 0.01  # KERPLE's parameters stay at or above it
+_LEAST = 0.01  # lower bound of KERPLE's parameters
 _KERPLE = ("log", "power")
 
 

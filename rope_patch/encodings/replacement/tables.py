@@ -34,7 +34,7 @@ from rope_patch.encodings.tables import (
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
 
-_LONGEST = 2**16  # positions that digits tell apart unless their count is given
+_LONGEST = 2**16  # positions that digits tell apart, unless their number is given
 
 
 @register_encoding("none")

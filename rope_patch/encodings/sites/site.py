@@ -70,7 +70,7 @@ class Site(ABC):
 
     kind: ClassVar[str]  # name of the encoding in summaries and messages
     methods: ClassVar[tuple[str, ...]]
-    reads_slots: ClassVar[bool] = False  # distances are counted in slots of the cache
+    reads_slots: ClassVar[bool] = False  # whether distances are counted in slots of the cache
 
     name: str
     module: nn.Module

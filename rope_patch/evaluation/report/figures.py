@@ -42,7 +42,7 @@ HEAT = ("#e9925c", "#f1ece4", "#1f66a8")
 
 _HEAT = LinearSegmentedColormap.from_list("found", HEAT)
 _MARKERS = {PLAIN: "o", "m0": "s", "m2": "D", "m3": "v"}
-_LONGEST_NAME = 26  # characters of a label
+_LONGEST_NAME = 26  # characters of a method's name in a label; longer ones are cut
 _PER_TOKEN = "nats a token"
 
 # The file name, the question and what those see who do not see the figure.

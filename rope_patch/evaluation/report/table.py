@@ -26,9 +26,9 @@ class Cell:
 
     text: str
     note: str = ""  # a second, quieter line
-    tip: str = ""  # the whole story, on hovering
-    beyond: bool = False  # of a position or length that the model was not trained on
-    share: float | None = None  # what a heat map colours, 0 to 1
+    tip: str = ""  # the whole story, shown on hovering
+    beyond: bool = False  # whether the model was not trained on such a position or length
+    share: float | None = None  # 0 to 1; the colour in a heat map
 
 
 @dataclass(frozen=True, kw_only=True)

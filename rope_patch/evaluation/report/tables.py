@@ -40,7 +40,8 @@ from rope_patch.tasks import CHOICE, LIKELIHOOD
 SIGNIFICANCE_LEVEL = 0.05
 BETTER, WORSE, BEST, PASSED = "▲", "▼", "◆", "✓"
 
-_MAX_RETENTION_WIDTH = 0.5  # of an interval that is shown though it decides nothing
+# Width up to which a retention's interval is shown though it decides nothing.
+_MAX_RETENTION_WIDTH = 0.5
 _MAX_ACCURACY_WIDTH = 0.5
 
 

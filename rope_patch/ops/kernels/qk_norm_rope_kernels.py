@@ -292,7 +292,7 @@ def backward_kernel(
         )  # fmt: skip
 
 
-_ELEMENTS = 4096  # that a program reads at once: 16 KB
+_ELEMENTS = 4096  # numbers that a program reads at once: 16 KB of float32
 _WARPS = 8
 
 # Columns of a program: few where all are few, so that many programs read.

@@ -216,7 +216,7 @@ def _rotates_in_float64(traits: RotaryTraits, layer_type: str | None) -> bool:
     return getattr(module, name).dtype == torch.float64
 
 
-_LOGITS = 2**24  # of one block
+_LOGITS = 2**24  # logits that a block of queries has at most
 
 
 def attend_masked(

@@ -11,7 +11,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from rope_patch.patching.position_maps.forward_view import ForwardView, TurnedKeys
 from rope_patch.patching.position_maps.shift_tables import ShiftPositions, ShiftRotation
 
-_AHEAD = 64  # keys turned together before they are far, so that few steps turn any
+_AHEAD = 64  # keys that are rotated for far queries in advance, so that few steps rotate any
 
 
 def attend_by_parts(

@@ -18,7 +18,7 @@ import torch
 from rope_patch.training.data.documents import TokenizedDocument
 from rope_patch.utils.errors import did_you_mean
 
-_LETTERS = 5  # of the shortest word that is asked for
+_LETTERS = 5  # letters of the shortest word that is asked for
 _CANDIDATES = 20  # words that are tried before a task is given up
 _WORD = re.compile(r"[^\W\d_]+")
 # Up to a full stop, question or exclamation mark that is followed by white space; or an empty line.
@@ -26,7 +26,7 @@ _SENTENCE = re.compile(
     r"\S.*?(?:(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)[.!?][\"'”’)]*(?=\s)|(?=\n\s*\n)|\Z)",
     re.DOTALL,
 )
-Question = tuple[str, str]  # and its answer
+Question = tuple[str, str]  # a question and its answer
 
 
 def common_words(text: str, random: Random, fits: Callable[[str, str], bool]) -> Question | None:

@@ -350,7 +350,7 @@ if __name__ == "__main__":
     main()
 
 
-UTILISATION = 0.5  # of the peak, recomputed layers counted; stated, not measured
+UTILISATION = 0.5  # share of the peak, recomputed layers counted; stated, not measured
 # Dense bf16 operations per second, from the makers' data sheets (without sparsity).
 PEAKS = {
     "RTX 4090": 165.2e12,
