@@ -107,7 +107,7 @@ def _price_clause(stats: RunStatistics, label: str) -> str:
     parts = []
     ratio = stats.ratio(label, stats.plain, beyond=False)
     if ratio is not None and math.isfinite(ratio.estimate):
-        parts.append(f"{_change_with_interval(ratio)} in perplexity")
+        parts.append(f"{_change_with_range(ratio)} in perplexity")
     if (short := stats.short_overall(label)) is not None:
         change = short.difference
         numbers = f"{points_text(change.estimate)} points ({points_range(change)})"
@@ -211,28 +211,28 @@ def _accuracy_headline(stats: RunStatistics, best: str) -> str:
 def _perplexity_headline(stats: RunStatistics, best: str) -> str:
     """Return what perplexity says alone: it does not show that far text is read."""
     mine, beyond = stats.average(best, beyond=True), f"beyond {stats.trained_length:,} tokens"
-    numbers = _perplexity_with_interval(mine) if mine else ""
+    numbers = _perplexity_with_range(mine) if mine else ""
     head = "This run cannot decide what to use: it measured no answers, only perplexity, which "
     if best == stats.plain:
         return f"{head}{beyond} is {numbers} with the plain model."
     plain = stats.average(stats.plain, beyond=True) if stats.plain is not None else None
     text = f"{head}{beyond} is the lowest with {stats.names[best]}, {numbers}"
     if plain is not None:
-        text += f" against {_perplexity_with_interval(plain)} of the plain model"
+        text += f" against {_perplexity_with_range(plain)} of the plain model"
     ratio, record = stats.ratio_to_control(best), stats.control_record
     if ratio is not None and record is not None:
         cut = f"with the text cut to its last {record['context']:,} tokens"
         sure = ", and lower than" if ratio.high < 1 else ", but not surely lower than"
-        text += f"{sure} {cut}, {_change_with_interval(ratio)}"
+        text += f"{sure} {cut}, {_change_with_range(ratio)}"
     return f"{text}."
 
 
-def _change_with_interval(ratio: Interval) -> str:
+def _change_with_range(ratio: Interval) -> str:
     text, span = change_text(ratio), change_range(ratio)
     return f"{text} ({span})" if span else text
 
 
-def _perplexity_with_interval(interval: Interval) -> str:
+def _perplexity_with_range(interval: Interval) -> str:
     text, span = perplexity_text(interval.estimate), perplexity_range(interval)
     return f"{text} ({span})" if span else text
 
