@@ -59,7 +59,7 @@ KNOWN_KEYS = frozenset(
     )
 )
 _NEAR = 0.75  # similarity, from 0 to 1, from which on a misspelt key is taken for a known one
-# Of two numbers of a scaling, the one that must be below the other, with transformers' defaults.
+# Two numbers of a scaling, the lower one first, with transformers' defaults.
 _ASCENDING: dict[str, tuple[tuple[str, Any], ...]] = {
     "llama3": (("low_freq_factor", None), ("high_freq_factor", None)),
     "yarn": (("beta_slow", 1.0), ("beta_fast", 32.0)),

@@ -374,7 +374,7 @@ def loss_of_frequencies(
             continue
         values, expected = buffer.detach().double().cpu(), layer.actual.inv_freq
         if values.shape == expected.shape and torch.allclose(values, expected, rtol=2e-6, atol=0):
-            continue  # as transformers computes them, however odd the config's factors are
+            continue  # transformers computes the same, however odd the config's factors
         if problem := _impossible_values(values, expected):
             return f"{problem} in {name}"
     if _lacks_scaling(module, prefix, layer):

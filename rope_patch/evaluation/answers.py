@@ -134,7 +134,7 @@ class Answerer:
         ends = getattr(config, "eos_token_id", None)
         stops = {end_token, *(ends if isinstance(ends, list) else [ends])}
         self._decoder = GreedyDecoder(reader.model, stops)
-        self._token_bytes = 0  # of the cache; 0 until it is measured
+        self._token_bytes = 0  # bytes of a token in the cache; 0 until measured
 
     def batch_size(self, group: list[Question]) -> int:
         """Return how many questions of a group are answered together.

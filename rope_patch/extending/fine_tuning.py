@@ -167,7 +167,7 @@ def measured_texts(request: ExtendRequest) -> tuple[str, ...]:
 
 def _time_steps(settings: Settings, folder: Path) -> float:
     """Return the seconds of a step after the first, and leave nothing behind."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # a killed run left it
     try:
         with open_run_folder(settings):
             trainer = LongContextTrainer(settings, prepare_model(settings), None)
@@ -193,7 +193,7 @@ def _settings(
         "gradient_accumulation_steps": 4,
         "learning_rate": 2e-5,  # YaRN's, section 4
         "lr_scheduler_type": "linear",
-        "warmup_steps": 0.1,  # of the steps
+        "warmup_steps": 0.1,  # share of the steps
         "weight_decay": 0.0,
         "bf16": torch.cuda.is_available(),
         "report_to": "none",

@@ -212,7 +212,7 @@ def _describe(cls: type) -> str:
 
 PAGE = "docs/other-encodings.md"
 
-# By name: what it extends, and what it does.
+# Methods of encodings that do not rotate: what each extends, and what it does.
 ENCODING_METHODS = {
     "cubic": ("learned tables of positions", "Bicubic interpolation between trained rows."),
     "tile": ("learned tables of positions", "Trained rows, repeated."),

@@ -30,7 +30,7 @@ class _Answer(NamedTuple):
     is_even: bool
 
 
-# By tensor (of views, the tensor below them), then by view and settings.
+# Answers by tensor (a view's is its base), then by view and settings.
 _answers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

@@ -48,7 +48,7 @@ passed: set[Hashable] = set()
 # Why the kernels of other keys are not used.
 _problems: dict[Hashable, str] = {}
 
-# What users are told of kernels that are not used, by op, device and dtype.
+# Warnings about kernels that are not used, by op, device and dtype.
 _reports: dict[Hashable, str] = {}
 
 _lock = threading.Lock()

@@ -65,7 +65,7 @@ _SCALING_KEYS = {
     "mscale",
     "mscale_all_dim",
     "truncate",
-    # Of rope types that rope_patch.register_rope_types adds.
+    # Keys of the rope types that rope_patch.register_rope_types adds.
     "new_theta",
     "growth",
 }

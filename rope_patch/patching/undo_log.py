@@ -175,7 +175,7 @@ class ConfigOverride:
                     own = copy.deepcopy(value, copies)
                     self._copies.append((own, copy.deepcopy(own)))
                 self._undo_log.set(module, attribute, copies[id(value)])
-        # Of an encoder and decoder with one config, transformers makes a new text config.
+        # transformers makes a new text config if encoder and decoder have one config.
         texts = [
             part for own, _ in self._copies for part in (own, own.get_text_config(decoder=True))
         ]

@@ -139,7 +139,7 @@ class BlockScorer:
                 "hits": [list(hits) for hits in evaluation.hits],
                 "groups": fitness.groups,
                 "seconds": time.monotonic() - started,
-                "elapsed": self._clock.elapsed(),  # with what lay between two measurements
+                "elapsed": self._clock.elapsed(),  # includes the time since the last measurement
             }
             self._journal.put(key, entry)
         if key not in self._seen:
@@ -180,7 +180,7 @@ def _block_key(rotation: VariantRotation, kind: str, number: int) -> str:
 
 
 FIRST_STRATEGY, SECOND_STRATEGY = "yarn-rcd", "curve"
-MAX_CANDIDATES = 200  # that a strategy may propose; time ends most searches before
+MAX_CANDIDATES = 200  # candidates of a strategy; time ends most searches before
 _PLAN_KEY = "plan/search"
 
 

@@ -119,7 +119,8 @@ def _generate(text: samples.TextContext, needles: int) -> list[samples.SampleDra
         return samples.SampleDraft(
             prompt=lambda n: PROMPT.format(turns=turns(n), code=codes[number], **words),
             prefix=PREFIX,
-            answers=[f"{target}\n"],  # with its end: words that follow it count against it
+            # The end is a part, because words that follow count against the answer.
+            answers=[f"{target}\n"],
             target=target,
             depth=text.depths[number],
             chance=lambda n: sum(_ratio(other.reply, needle.reply) for other in group) / needles,

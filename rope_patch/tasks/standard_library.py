@@ -198,11 +198,11 @@ def _functions(name: str, source: str) -> tuple[_Function, ...]:
     """Return the functions of a file, and the methods of its classes."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in strings
+            warnings.simplefilter("ignore")  # old escapes in strings give warnings
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return ()
-    lines, functions = source.split("\n"), []  # other ends of lines do not count for ast
+    lines, functions = source.split("\n"), []  # ast counts no other ends of lines
     for node in tree.body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
         head = f"# {name}, class {node.name}" if isinstance(node, ast.ClassDef) else f"# {name}"

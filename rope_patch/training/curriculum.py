@@ -262,7 +262,7 @@ def _publish(stage: Stage) -> None:
     Its files are linked where the file system allows, so that they take their space once.
     """
     target = stage.recipe_folder / checkpoints.MODEL
-    for leftover in stage.recipe_folder.glob(f".{checkpoints.MODEL}-*"):  # of a killed run
+    for leftover in stage.recipe_folder.glob(f".{checkpoints.MODEL}-*"):  # left by a killed run
         shutil.rmtree(leftover, ignore_errors=True)
     with checkpoints.explain_write_errors(stage.recipe_folder, "the finished model"):
         with tempfile.TemporaryDirectory(

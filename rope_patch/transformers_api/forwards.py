@@ -34,9 +34,9 @@ CACHE_NAMES = ("cache", "past_key_values")
 TOKENS, EMBEDDINGS = "input_ids", "inputs_embeds"
 POSITIONS, MASK = "position_ids", "attention_mask"
 CACHE_OFFSET = "cache_offset"  # what an attention that runs in loops adds to its `layer_idx`
-CACHE = "a cache"  # in messages, as its name is not what counts
+CACHE = "a cache"  # messages say this, since the argument's name varies
 
-# By class, because asking takes longer than a small kernel. (Dynamo warns of `functools.cache`.)
+# Kept by class: inspect takes longer than a small kernel, and Dynamo warns of functools.cache.
 _PARAMETERS: dict[type, dict[str, inspect.Parameter]] = {}
 _CACHE_PARAMETERS: dict[type, str | None] = {}
 

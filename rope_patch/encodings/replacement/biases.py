@@ -126,7 +126,7 @@ class T5Bias(BiasEncoding):
         bidirectional: bool,
         num_buckets: int,
         max_distance: int,
-        tokens: torch.Tensor | None = None,  # for the patch that replaces the function
+        tokens: torch.Tensor | None = None,  # unused here; the patch's replacement takes it
     ) -> torch.Tensor:
         return t5_bucket(
             relative, bidirectional=bidirectional, buckets=num_buckets, max_distance=max_distance

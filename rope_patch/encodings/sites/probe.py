@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Matrix = tuple[str, nn.Module, str]  # a module's name, the module, and the matrix's name in it
-TOKENS = 6  # in the text that the copy reads
+TOKENS = 6  # tokens of the text that the copy reads
 # Fields of configs that say how many positions a table has.
 LENGTH_FIELDS = (
     "max_position_embeddings",

@@ -196,7 +196,7 @@ def cut_region(region: int, start: np.ndarray, stop: np.ndarray) -> Iterator[Pie
     is_regular = (steps[0] == 1) & (steps[1:] >= 0).all(0) & (steps[1:] <= 1).all(0)
     first = 0
     while first < len(rows):
-        last = first  # of a segment whose ends move alike
+        last = first  # last row of a segment whose ends move alike
         while (
             last < len(rows) - 1
             and is_regular[last]

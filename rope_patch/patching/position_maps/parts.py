@@ -299,7 +299,7 @@ def _on_cuda(
     """Return a part from a fused kernel; None where torch's own checks let none take it."""
     is_causal, mask = how
     groups = query.shape[1] // key.shape[1]
-    is_padded = query.shape[-1] % 8  # as the public function pads, after these checks
+    is_padded = query.shape[-1] % 8  # the public function pads, but after these checks
     if (
         mask is None
         and not is_padded

@@ -395,7 +395,7 @@ def _compare(
         error = measure(subject, lengths, *arguments)
     except Refused as refusal:
         return Check(name, REFUSED, problem=describe_error(refusal))
-    except Exception as raised:  # of our hooks, or of what they run
+    except Exception as raised:  # our hooks raise, or what they run
         return Check(name, WRONG, problem=describe_error(raised))
     if error <= LIMIT:
         return Check(name, OK, error)

@@ -626,7 +626,7 @@ def packing_yield(
     left_out, left_out_tokens = len(short_documents), sum(short_documents)
     accepted = sum(length >= shortest for length in used)
     filtered = len(lengths) - left_out - accepted
-    if not accepted:  # of which `PackedRows` makes an error
+    if not accepted:  # `PackedRows` would raise
         return PackingYield(0, 0, 0, 0, 0, left_out, filtered, left_out_tokens)
     is_best_fit = alone.is_best_fit and not short
     row_yield = {"tokens": 0, "padding": 0, "documents": 0, "cut": 0}

@@ -194,7 +194,7 @@ class DuplicateFinder:
         self._index = datasketch.MinHashLSH(
             threshold=THRESHOLD, num_perm=_PERMUTATIONS, weights=_WEIGHTS
         )
-        self._locations: dict[bytes, str] = {}  # by the digest of the normalised text
+        self._locations: dict[bytes, str] = {}  # by the normalised text's digest
         self._originals: list[tuple[str, Any]] = []
 
     def check(self, text: str, location: str) -> Duplicate | None:
