@@ -91,8 +91,7 @@ def make_batches(questions: list[Question], tokens: int) -> Iterator[list[Questi
         yield single
 
 
-# Bytes of the keys and values of answers that are decoded together, by device type.
-_MAX_CACHE = {"cpu": 2**31}
+_MAX_CACHE = {"cpu": 2**31}  # bytes of the caches of answers that are decoded together
 _GPU_MAX_CACHE = 2**34
 _MAX_PACKED_TOKENS = 512  # tokens of several targets after one prompt that one pass scores
 
@@ -137,10 +136,7 @@ class Answerer:
         self._token_bytes = 0  # bytes of a token in the cache; 0 until measured
 
     def batch_size(self, group: list[Question]) -> int:
-        """Return how many questions of a group are answered together.
-
-        The group alone decides, so that a resumed run has the same batches, unless memory ran out.
-        """
+        """Return how many of a group are answered together, as in each run if memory suffices."""
         size = self._largest_batch(group)
         return size if self.most_rows is None else min(size, self.most_rows)
 

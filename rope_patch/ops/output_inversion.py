@@ -23,7 +23,7 @@ _MIN_WEIGHT = 2.0**-14
 
 
 class _Answer(NamedTuple):
-    """An answer, and of which content of the weight it is."""
+    """An answer, with the version and the address of the weight that it is for."""
 
     version: int
     address: int

@@ -310,8 +310,7 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
 def saved_frequencies(traits: RotaryTraits, plan: PatchPlan) -> dict[str | None, Frequencies]:
     """Return trained frequencies of layer types that a saved patch changed and the plan leaves.
 
-    Plain transformers loads a model that was saved with a patch as that patch extended it, and a
-    new patch starts from what was trained.
+    Plain transformers loads them as the saved patch extended them.
 
     Args:
         traits: One of the plan's rotary modules, unpatched.

@@ -69,7 +69,7 @@ class UndoLog:
         self._hooks.append(module.register_forward_hook(change))
 
     def owners(self, attribute: str) -> list[Any]:
-        """Return the objects of which an attribute has been set, each once."""
+        """Return the objects that had an attribute set, each once."""
         return list({id(o): o for o, name, _, _ in self._changes if name == attribute}.values())
 
     def original(self, owner: Any, attribute: str) -> Any:

@@ -110,7 +110,7 @@ class RunFolder:
         return checksums.unseal((self.path / name).read_bytes(), **entries)
 
     def find(self, name: str, again: str, **entries: Any) -> dict[str, Any] | None:
-        """Return a stored result; None if it is missing, or damaged, of which a warning is logged.
+        """Return a stored result; None if it is missing, or damaged, which is logged as a warning.
 
         Args:
             name: The file's name.

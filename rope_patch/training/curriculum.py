@@ -257,7 +257,7 @@ def _start_anew(stage_settings: Settings) -> None:
 
 
 def _publish(stage: Stage) -> None:
-    """Put the last stage's model where that of a recipe without stages is.
+    """Put the last stage's model where a recipe without stages has its model.
 
     Its files are linked where the file system allows, so that they take their space once.
     """

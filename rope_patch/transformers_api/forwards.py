@@ -233,7 +233,7 @@ def cache_arguments(model: nn.Module, cache: Any) -> dict[str, Any]:
 
 
 def unknown_forward(model: nn.Module, why: str, needed: Iterable[str]) -> Refused:
-    """Return the error for a model of which no forward takes all that a patch needs.
+    """Return the error for a model without a forward that takes all that a patch needs.
 
     Args:
         model: The model.

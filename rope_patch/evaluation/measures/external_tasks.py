@@ -362,8 +362,7 @@ _LENGTH_SPELLING: dict[str, Callable[[int], Any]] = {
     "ruler": lambda length: [length],
     "babilong": lambda length: f"{length // 1024}k",
 }
-# Keys of metadata that set a prompt's length; the first is our own tasks'.
-_LENGTH_KEYS = ("length", "max_seq_lengths")
+_LENGTH_KEYS = ("length", "max_seq_lengths")  # in a task's metadata; ours have the first
 
 
 class TaskIndex:

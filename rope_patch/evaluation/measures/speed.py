@@ -162,8 +162,7 @@ class TimedMethod:
 
     def _forward(self, ids: torch.Tensor, start: int, cache: Any) -> Callable[[], Any]:
         at = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        # The arguments that generate passes.
-        given = {"position_ids": at, **cache_arguments(self.model, cache)}
+        given = {"position_ids": at, **cache_arguments(self.model, cache)}  # generate's arguments
         return partial(self.model, ids, **given, use_cache=True, logits_to_keep=1)
 
 

@@ -11,7 +11,6 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
@@ -21,6 +20,7 @@ from rope_patch.evaluation.report.table import (
     Cell,
     Row,
     Table,
+    cell_text,
     change_range,
     change_text,
     is_unknown,
@@ -34,6 +34,7 @@ from rope_patch.evaluation.report.table import (
     points_range,
     points_text,
     ratio_column,
+    share_with_interval,
 )
 from rope_patch.evaluation.report.tables import can_tell, is_informative, short_p_text, size_text
 from rope_patch.evaluation.report.verdict import Ranking, likelihood_sentences, method_row
@@ -74,7 +75,7 @@ def summary_warnings(stats: RunStatistics) -> Iterator[str]:
         if accuracy.low > chance if chance else accuracy.estimate > _GUESSABLE_ACCURACY:
             yield (
                 f"Careful: {task_name(task)} can be answered without its needle, "
-                f"{_share_with_interval(accuracy)} at {length:,} tokens; its scores do not show "
+                f"{share_with_interval(accuracy)} at {length:,} tokens; its scores do not show "
                 "retrieval."
             )
     if count := len(stats.failures):
@@ -95,7 +96,7 @@ def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
         if far is not None:
             yield (
                 f"Beyond its trained {trained} tokens the model gets "
-                f"{_share_with_interval(far)} of the answers right with {who}; the plain model "
+                f"{share_with_interval(far)} of the answers right with {who}; the plain model "
                 "was not measured within that length, so no length is called usable."
             )
     else:
@@ -113,7 +114,7 @@ def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
     if shares and (not stats.verdict_length or any(map(is_informative, shares.values()))):
         texts = [
             f"{'the plain model' if label == stats.plain else stats.names[label]} gets "
-            f"{_share_with_interval(share)} right"
+            f"{share_with_interval(share)} right"
             for label, share in shares.items()
         ]
         yield f"In texts beyond {trained} tokens: {'; '.join(_first_few(texts))}."
@@ -252,10 +253,6 @@ def _time_memory_sentences(stats: RunStatistics, chosen: str | None) -> Iterator
         yield f"With {stats.names[chosen]} {', '.join(parts)}."
 
 
-def _share_with_interval(interval: Interval) -> str:
-    return f"{percent(interval.estimate)} ({percent_range(interval)}, {n_text(interval)})"
-
-
 def _share_with_95_interval(interval: Interval) -> str:
     text = f"95% interval {percent_range(interval)}, {n_text(interval)}"
     return f"{percent(interval.estimate)} ({text})"
@@ -306,22 +303,20 @@ def summary_table(runs: list[tuple[str, RunStatistics, Ranking]]) -> tuple[Table
             for i, label in enumerate(stats.labels)
         ]
         position += len(part)
-        rows += ranking.arrange(_methods_table([], part), mark=True).rows
+        table = Table(name="", corner="method", columns=[], rows=part, groups=[])
+        rows += ranking.arrange(table, mark=True).rows
     if any(len(labels) > 1 for _, _, ranking in runs for labels in ranking.groups):
         times = "; times are the first's" * any(stats.results.get("cost") for _, stats, _ in runs)
         lines.append(f"= joins methods with the same numbers at every length{times}.")
     measures = {ranking.measure for _, _, ranking in runs}
     by = f", best first by {measures.pop()}" if len(measures) == 1 else ", best first"
     name = f"Methods{by}; 95% intervals in brackets"
-    return replace(_methods_table([head for head, _ in columns], rows), name=name), lines
-
-
-def _methods_table(columns: list[Cell], rows: list[Row]) -> Table:
-    return Table(name="", corner="method", columns=columns, rows=rows, groups=[])
+    heads = [head for head, _ in columns]
+    return Table(name=name, corner="method", columns=heads, rows=rows, groups=[]), lines
 
 
 def _constant_column_line(head: Cell, cell: Cell) -> str:
-    return f"The same with every method: {_cell_text(head)}: {_cell_text(cell)}."
+    return f"The same with every method: {cell_text(head)}: {cell_text(cell)}."
 
 
 def _columns(
@@ -498,7 +493,7 @@ def fitted_table(table: Table, width: int) -> str:
     names = [f"{row.group}, {row.name}" if row.group else row.name for row in table.shown]
     marks = [_BEST_MARK if row.best else "" for row in table.shown]
     names = [mark + name for mark, name in zip(marks, names, strict=True)]
-    columns = [[_cell_text(row.cells[i]) for row in table.shown] for i in range(len(table.columns))]
+    columns = [[cell_text(row.cells[i]) for row in table.shown] for i in range(len(table.columns))]
     heads = [
         [*_head_lines(head, cells)] for head, cells in zip(table.columns, columns, strict=True)
     ]
@@ -544,10 +539,6 @@ def _head_lines(head: Cell, cells: list[str]) -> list[str]:
     words = [*head.text.split(), *head.note.split()]
     width = max([12, *map(len, cells), *map(len, words)])
     return [*textwrap.wrap(head.text, width), *textwrap.wrap(head.note and f"({head.note})", width)]
-
-
-def _cell_text(cell: Cell) -> str:
-    return f"{cell.text} ({cell.note})" if cell.note else cell.text
 
 
 def _wrap(text: str, width: int) -> str:

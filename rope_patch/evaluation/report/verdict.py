@@ -29,12 +29,11 @@ from rope_patch.evaluation.report.table import (
     nats_text,
     one_line,
     p_text,
-    percent,
-    percent_range,
     perplexity_range,
     perplexity_text,
     points_range,
     points_text,
+    share_with_interval,
 )
 from rope_patch.evaluation.results_schema import RunRecord, SampleRecord
 from rope_patch.statistics import Interval, MeanTest, texts_to_decide
@@ -89,8 +88,7 @@ def _usable_length_headline(stats: RunStatistics, ranking: Ranking, best: str, l
     )
     text = f"{who} up to {length:,} tokens, {times} times the trained {stats.trained_length:,}: it "
     if (retention := stats.retention(best, length)) is not None:
-        numbers = f"{percent(retention.estimate)} ({percent_range(retention)}, {n_text(retention)})"
-        text += f"keeps {numbers} of the plain model's accuracy there"
+        text += f"keeps {share_with_interval(retention)} of the plain model's accuracy there"
     return f"{text}{_price_clause(stats, best)}{_rivals_clause(stats, ranking)}."
 
 
@@ -184,7 +182,7 @@ def _accuracy_headline(stats: RunStatistics, best: str) -> str:
     """Return what accuracy says where no length is shown to be usable."""
     who = "the plain model" if best == stats.plain else stats.names[best]
     far = stats.accuracy(best, lengths=stats.lengths_beyond_training)
-    share = "" if far is None else f"{percent(far.estimate)} ({percent_range(far)}, {n_text(far)})"
+    share = "" if far is None else share_with_interval(far)
     beyond = f"beyond the trained {stats.trained_length:,} tokens"
     first = stats.lengths_beyond_training[0]
     retention = stats.retention(best, first)
@@ -192,7 +190,7 @@ def _accuracy_headline(stats: RunStatistics, best: str) -> str:
         reason = stats.effective_length(best)[1]
         answers = f"; with {who} {share} of the answers are right there" if share else ""
         return f"This run cannot decide what to use {beyond}: {reason}{answers}."
-    kept = f"{percent(retention.estimate)} ({percent_range(retention)}, {n_text(retention)})"
+    kept = share_with_interval(retention)
     if retention.high >= THRESHOLD:
         return (
             f"This run cannot decide what to use {beyond}: with {who} the model keeps {kept} of "
@@ -394,10 +392,7 @@ class Ranking:
 
 
 def _perplexity_within(stats: RunStatistics, label: str) -> float:
-    """Return perplexity within the trained length over the plain model's; infinite if unknown.
-
-    Where no plain model was measured, return the perplexity itself.
-    """
+    """Return perplexity within the trained length over the plain model's; infinite if unknown."""
     if label == stats.plain:
         return 1.0
     ratio = stats.ratio(label, stats.plain, beyond=False) if stats.plain is not None else None

@@ -35,7 +35,7 @@ def _norm_tile(
     eps, NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store a tile of which `read_pairs` read the pairs.
+    """Norm, rotate and store a tile whose pairs `read_pairs` has read.
 
     The first `written` of the heads are stored.
     """

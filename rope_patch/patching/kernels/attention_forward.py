@@ -163,8 +163,7 @@ class PatchedAttentionForward(ReboundForward):
             "interleaved": self.interleaved,
             "heads_dim": unsqueeze_dim,
             "kernels": self.kernels,
-            # The reference would make copies first.
-            "inplace": overwrites and self.kernels != "reference",
+            "inplace": overwrites and self.kernels != "reference",  # the reference copies first
         }
         norm_options: dict[str, Any] = {}
         if norms is not None and weights is not None:
