@@ -11,7 +11,7 @@ from rope_patch.utils.errors import Refused
 if TYPE_CHECKING:
     import torch  # takes seconds, so it is imported where numbers are computed
 
-_WHOLE_HEAD = -1  # the default of `rotary_dim`
+_WHOLE_HEAD = -1  # the default of `rotary_dim`: all of a head is rotated
 
 
 @dataclass(frozen=True, kw_only=True)

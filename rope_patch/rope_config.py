@@ -58,8 +58,8 @@ KNOWN_KEYS = frozenset(
         "max_position_embeddings",  # nothing reads it, but Ministral 3's configs have it
     )
 )
-_NEAR = 0.75  # how alike a misspelt key and a known one are, from 0 to 1
-# Of two numbers of a scaling, the one that must be below the other, with transformers' defaults.
+_NEAR = 0.75  # similarity, from 0 to 1, from which on a misspelt key is taken for a known one
+# Two numbers of a scaling, the lower one first, with transformers' defaults.
 _ASCENDING: dict[str, tuple[tuple[str, Any], ...]] = {
     "llama3": (("low_freq_factor", None), ("high_freq_factor", None)),
     "yarn": (("beta_slow", 1.0), ("beta_fast", 32.0)),

@@ -93,17 +93,17 @@ def measured_peak(config: Any, *, length: int, **setup_fields: Any) -> int:
     )
     original: Any = None
     if (distillation := objective.distillation) is not None:
-        distillation.place(accelerator)
+        distillation.to_device(accelerator)
         original = distillation.teacher.model
 
-    def reading() -> Any:
+    def teacher_forward() -> Any:
         if distillation is None:
             return contextlib.nullcontext()
         flags = torch.ones(setup.rows, dtype=torch.bool)
-        return distillation.reading(batch | {DISTILLED: flags})
+        return distillation.teacher_forward(batch | {DISTILLED: flags})
 
     def step() -> None:
-        with accelerator.autocast(), reading():
+        with accelerator.autocast(), teacher_forward():
             loss = model(**batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)

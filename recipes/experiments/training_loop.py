@@ -248,7 +248,7 @@ def forward_backward(run: TrainingRun, model: Any, batches: Sequence[Batch]) -> 
         with (
             contextlib.nullcontext() if last else accelerator.no_sync(model),
             context_parallel_batch(run, batch),
-            run.reading_originals(batch),
+            run.teacher_forward(batch),
             activation_offloading(run.settings),
         ):
             part = model(**batch, num_items_in_batch=count, use_cache=False).loss

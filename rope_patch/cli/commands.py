@@ -45,7 +45,7 @@ _ALIASES = {
     "bench": {"--methods": "--method"},
     "search": {"--folder": "--out", "--method": "--strategy", "--budget": "--evaluations"},
     "recommend": {"--folder": "--out", "--budget": "--minutes"},
-    "finetune": {"--out": "--output_dir"},  # which is the recipe's key
+    "finetune": {"--out": "--output_dir"},  # the recipe's key for it
 }
 
 _VERBOSITY = {

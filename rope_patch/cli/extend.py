@@ -26,7 +26,7 @@ from rope_patch.cli.runtime import (
     silence_patch_log,
 )
 
-NOTHING_SHOWN = 3  # the exit code where no method is shown to help
+NOTHING_SHOWN = 3  # the exit code if no method is shown to help
 
 
 def extend(

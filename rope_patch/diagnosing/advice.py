@@ -295,7 +295,7 @@ def _compare_command(facts: Facts, methods: str, request: Extension) -> str:
     return f"rope-patch compare {name} --method {methods} --length {facts.target_length}{rest}"
 
 
-MAX_LENGTH = 2**20  # tokens; takes seconds
+MAX_LENGTH = 2**20  # tokens; the longest search for a base, which takes seconds
 
 _BASE_RATIO = 1.003  # between tested bases; only such steps reproduce the paper's values
 _MAX_BASE = 1e12

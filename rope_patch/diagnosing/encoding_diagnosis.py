@@ -26,7 +26,7 @@ _KINDS = {
     "alibi": "ALiBi, a bias that falls with distance by another slope in each head",
     "t5": "T5's buckets of distances, each with a learned bias",
 }
-# What keeps near positions and interpolates far ones, where the encoding has such a method.
+# Method that keeps near positions and interpolates far ones, if the encoding has one.
 _DEFAULTS = {
     "learned": "linear",
     "counted": "linear",

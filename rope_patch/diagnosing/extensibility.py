@@ -19,7 +19,7 @@ from rope_patch.patching.architecture.mla_scale import find_mla_attentions
 from rope_patch.patching.architecture.rotary_modules import find_owner
 
 SOURCE = "arXiv:2608.10296 (OlmPool)"
-_HARMFUL_TOGETHER = 3  # choices from which on the paper reports up to 47%
+_HARMFUL_TOGETHER = 3  # number of choices from which on the paper reports losses of up to 47%
 _CHOICES = 4
 # Query heads a key head up to which OlmPool shows no cost: its best model has 16 key heads of 32.
 _HARMLESS_SHARING = 2

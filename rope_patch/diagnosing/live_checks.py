@@ -30,7 +30,8 @@ from rope_patch.utils.errors import Refused
 # Functions that other libraries replace: in most files, in Qwen 2 VL's, in Llama 4's.
 _ROTATION_FUNCTIONS = (APPLY, "apply_multimodal_rotary_pos_emb", "apply_rotary_emb")
 
-_LENGTH_DEPENDENT = ("dynamic", "longrope")  # these modules change their buffer during forward
+# Rope types whose modules change their buffer during forward.
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def live_findings(facts: Facts) -> Iterator[Finding]:
@@ -373,7 +374,7 @@ def loss_of_frequencies(
             continue
         values, expected = buffer.detach().double().cpu(), layer.actual.inv_freq
         if values.shape == expected.shape and torch.allclose(values, expected, rtol=2e-6, atol=0):
-            continue  # as transformers computes them, however odd the config's factors are
+            continue  # transformers computes the same, however odd the config's factors
         if problem := _impossible_values(values, expected):
             return f"{problem} in {name}"
     if _lacks_scaling(module, prefix, layer):

@@ -43,7 +43,7 @@ def linear_slopes(slopes: torch.Tensor, factor: float | torch.Tensor) -> torch.T
 
 
 def ntk_slopes(slopes: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-    """Return slopes of which the steepest stays and the flattest is divided by a factor.
+    """Return stretched slopes: the steepest stays, and the flattest is divided by a factor.
 
     Those between follow the logarithm of their slope, so near distances stay and far ones shrink
     (github.com/keezen/ntk_alibi, which knows powers of two alone).
@@ -148,7 +148,7 @@ def exact_distances(buckets: int, *, bidirectional: bool = False) -> int:
 def squeeze_tail(
     distances: torch.Tensor, *, trained: int, length: int | torch.Tensor, exact: int = 16
 ) -> torch.Tensor:
-    """Return distances of which near ones stay and far ones move into the trained ones.
+    """Return squeezed distances: near ones stay, and far ones move into the trained ones.
 
     Distances from `exact` to `length` are spread over `exact` to `trained` evenly in their
     logarithm, and rounded down.

@@ -44,7 +44,7 @@ class Question:
         """Return whether more text cannot change the score of a generated one."""
         if self.is_settled is None:
             return False
-        return self.is_settled(settled.decided_part(text, self.until))
+        return self.is_settled(settled.settled_part(text, self.until))
 
 
 def group_questions(questions: list[Question], chunk: int | None) -> list[list[Question]]:
@@ -91,9 +91,9 @@ def make_batches(questions: list[Question], tokens: int) -> Iterator[list[Questi
         yield single
 
 
-_MAX_CACHE = {"cpu": 2**31}  # bytes of the keys and values of answers that are decoded together
+_MAX_CACHE = {"cpu": 2**31}  # bytes of the caches of answers that are decoded together
 _GPU_MAX_CACHE = 2**34
-_MAX_PACKED_TOKENS = 512  # of the targets after one prompt that are scored in one pass
+_MAX_PACKED_TOKENS = 512  # tokens of several targets after one prompt that one pass scores
 
 
 class Answerer:
@@ -133,10 +133,10 @@ class Answerer:
         ends = getattr(config, "eos_token_id", None)
         stops = {end_token, *(ends if isinstance(ends, list) else [ends])}
         self._decoder = GreedyDecoder(reader.model, stops)
-        self._token_bytes = 0  # of the cache; 0 until it is measured
+        self._token_bytes = 0  # bytes of a token in the cache; 0 until measured
 
     def batch_size(self, group: list[Question]) -> int:
-        """Return how many of a group are answered together; by the group alone, if memory lasts."""
+        """Return how many of a group are answered together, as in each run if memory suffices."""
         size = self._largest_batch(group)
         return size if self.most_rows is None else min(size, self.most_rows)
 

@@ -30,7 +30,7 @@ DEPTH_ANSWER_DEVIATION = 0.8
 TEXT_DEVIATION = 0.2
 _MEASURED_ON = "SmolLM2-135M"
 
-_EXAMPLES = (1.0, 0.5)  # nats a token: answers' tokens 2.7 and 1.6 times as likely
+_EXAMPLES = (1.0, 0.5)  # effects in nats a token: answers' tokens 2.7 and 1.6 times as likely
 _MAX_SAMPLES = 2000  # samples a task that are tried for a usable length
 
 Planned = Mapping[tuple[str, int], Sequence[UnscoredSample]]

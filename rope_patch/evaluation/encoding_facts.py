@@ -100,7 +100,7 @@ class RowsGuard:
         for site in self.sites:
             rows = None
             if isinstance(site, TableSite) and not hasattr(site.module, "make_weights"):
-                rows = len(site.table) - site.sighting.first_row
+                rows = len(site.table) - site.detected.first_row
             elif site.kind == "alibi":
                 rows = getattr(self.model.config, "max_seq_len", None)
             if rows is not None and tokens > rows:

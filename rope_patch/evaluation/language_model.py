@@ -314,7 +314,7 @@ class LongContextLM(RollingLikelihood, HFLM):
         until = (until,) if isinstance(until, str) else tuple(until)
         identity = self._identity(len(ids) - 1, len(ids) + max(room, len(target)))
         key = answer_key(identity, "generate", ids, target, room, until)
-        is_settled = partial(settled.rule_of(_scoring(request.task_name)), doc) if doc else None
+        is_settled = partial(settled.stop_rule(_scoring(request.task_name)), doc) if doc else None
         question = Question(key, ids, target, room, until, is_settled)
         self._require_fit(question, f"{request.task_name}: ")
         return question

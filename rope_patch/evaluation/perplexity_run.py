@@ -84,7 +84,7 @@ class PerplexityRun:
                 if self.control and half > self.window:
                     self.short_control = self._measure_control(half, "the half-length control")
         if KEY_TOKENS in self.tasks:
-            handle = current(self.session.model)  # of a model that was saved with its patch
+            handle = current(self.session.model)  # not None if the model was saved with a patch
             self.evaluator = "the plain model" if handle is None else str(handle.method)
             trained, context, pieces = self.session.trained_length, self.short_context, []
             for d in self.documents:

@@ -32,7 +32,7 @@ _LEAST = {
     **dict.fromkeys(("perplexity_length", "window", "stride", "windows", "trained_length"), 1),
     "control_context": 2,
 }
-_GROWING_SAMPLES = 10  # samples that a run starts with which takes as many as it needs
+_GROWING_SAMPLES = 10  # samples that a run starts with if it takes as many as it needs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ from rope_patch.utils.processes import Processes
 logger = logging.getLogger("rope_patch")
 
 _FORMAT = "rope_patch.eval.piece/1"
-_CACHE = "cache"  # the folder of answers and pieces
+_CACHE = "cache"  # name of the folder of answers and pieces
 
 T = TypeVar("T")
 

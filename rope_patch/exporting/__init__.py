@@ -42,7 +42,7 @@ def export(model_or_config: Any, engine: str) -> Export:
     if (encoding := export_encoding(model_or_config, engine)) is not None:
         return encoding
     target = Target.from_model(model_or_config)
-    if engine != axolotl.NAME:  # whose plugin patches the model
+    if engine != axolotl.NAME:  # axolotl's plugin patches the model
         target.require_no_position_map(engine)
     result = run_exporter(engine, target)
     return replace(result, notes=[*result.notes, *target.yarn_notes()])

@@ -18,7 +18,8 @@ from rope_patch.utils.errors import Refused
 
 NAME = "axolotl"
 PLUGIN = "rope_patch.integrations.axolotl_plugin.RopePatchPlugin"
-_DEFAULT_FACTOR = 4  # of a method that follows the length, where no length is named
+# sequence_len over the trained length, for a dynamic method without a target length.
+_DEFAULT_FACTOR = 4
 
 
 def export(target: Target) -> Export:

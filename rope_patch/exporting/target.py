@@ -202,7 +202,7 @@ class Target:
         elif not is_length_dependent and (
             not has_config_form or text_config.model_type in LONGROPE_ONLY
         ):
-            # As per-pair numbers a config can express it.
+            # A config can express the rotation as a number for each pair.
             for layer_type, rotation in rotations.items():
                 if layer_type in frequencies and (
                     not has_config_form or not _fits_longrope(rotation)

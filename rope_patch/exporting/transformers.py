@@ -32,7 +32,8 @@ _SIDECAR_ADVICE = (
     "save the model with rope_patch.save and load it with rope_patch.load, or use yarn"
 )
 _GEMMA3 = ("gemma3_text",)
-_OUTER_KEYS = ("rope_theta", "partial_rotary_factor")  # beside rope_scaling in transformers 4
+# Keys that transformers 4 has beside rope_scaling, not in it.
+_OUTER_KEYS = ("rope_theta", "partial_rotary_factor")
 _GPT_NEOX_KEYS = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 _OUTER_NAMES = dict.fromkeys(("gpt_neox", "gpt_neox_japanese"), _GPT_NEOX_KEYS)
 _TYPE_AND_FACTOR = ("olmo", "olmo2")

@@ -32,8 +32,9 @@ logger = logging.getLogger("rope_patch")
 MEASURED_NOVELS = ("emma", "pride_and_prejudice")
 MIN_STEPS = 20  # optimizer steps; fewer teach nothing that one could tell
 _MAX_STEPS = 400  # YaRN's, arXiv:2309.00071, section 4
-_TIMED_STEPS = 3  # the first of which is slow
-_TRAINING_SHARE = 0.85  # of the step's time; the rest is for loading, checkpoints and slow steps
+_TIMED_STEPS = 3  # steps of the trial that is timed, the first of which is slow
+# Share of the time for steps; loading, checkpoints and slow steps take the rest.
+_TRAINING_SHARE = 0.85
 _OWN_KEYS = ("model", "length", "factor", "output_dir", "resume", "seed", "data", "tokens")
 # In the order of preference: the first that fits into memory is taken.
 _MODES: dict[str, dict[str, Any]] = {
@@ -166,7 +167,7 @@ def measured_texts(request: ExtendRequest) -> tuple[str, ...]:
 
 def _time_steps(settings: Settings, folder: Path) -> float:
     """Return the seconds of a step after the first, and leave nothing behind."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # a killed run left it
     try:
         with open_run_folder(settings):
             trainer = LongContextTrainer(settings, prepare_model(settings), None)
@@ -192,7 +193,7 @@ def _settings(
         "gradient_accumulation_steps": 4,
         "learning_rate": 2e-5,  # YaRN's, section 4
         "lr_scheduler_type": "linear",
-        "warmup_steps": 0.1,  # of the steps
+        "warmup_steps": 0.1,  # share of the steps
         "weight_decay": 0.0,
         "bf16": torch.cuda.is_available(),
         "report_to": "none",

@@ -32,13 +32,13 @@ from rope_patch.utils.plain_text import format_duration
 
 logger = logging.getLogger("rope_patch")
 
-PER_TEXT = 1  # questions about a text: texts decide, and each is read once
+PER_TEXT = 1  # questions about a text: intervals rest on texts, and each is read once
 _TASKS = ("rp_niah_multikey_1_ll", "rp_niah_multikey_1_mc", PERPLEXITY, SHORT)
 _DEPTHS = (10, 30, 50, 70, 90)  # percent
 _PILOT_SHORT = 3  # samples of each ordinary short task in the pilot
 _MIN_SHORT, _MAX_SHORT = 10, 60
-_SHORT_SHARE = 0.2  # of the time
-_USED_SHARE = 0.85  # of the time, since passes vary
+_SHORT_SHARE = 0.2  # share of the remaining time that goes into short tasks
+_USED_SHARE = 0.85  # share of the time that is planned, since passes vary
 NOT_COMPARED = (
     "time, memory and the lengths between the trained one and the target: "
     "`rope-patch compare` measures them"

@@ -76,7 +76,7 @@ def publish(
         write_exports(staging)
         shutil.copytree(report, staging / REPORT, ignore=shutil.ignore_patterns("cache", ".lock"))
         atomic_files.atomic_write(staging / "README.md", render_card(staging, facts))
-        shutil.rmtree(target, ignore_errors=True)  # of a run that was killed after the move
+        shutil.rmtree(target, ignore_errors=True)  # a run that was killed after the move left it
         staging.rename(target)
     return target
 

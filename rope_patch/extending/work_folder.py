@@ -16,7 +16,7 @@ logger = logging.getLogger("rope_patch")
 FORMAT = "rope_patch.extend/1"
 WORK = "work"
 _IDENTITY = "request.json"
-_GROWING = "budget"  # may change until a step that measures has ended
+_GROWING = "budget"  # the key that may change until a step that measures has ended
 _MEASURING = ("recommend", "train", "compare", "publish")
 
 

@@ -46,7 +46,7 @@ class AnswerStore:
         self._folder, self._size = folder, size
         self._answers: dict[str, dict[str, Any]] = {}
         self._earlier: dict[str, float | None] = {}  # an earlier run's answers: their seconds
-        self._seconds: dict[str, float] = {}  # of all answers, this run's and earlier ones'
+        self._seconds: dict[str, float] = {}  # seconds of each answer, earlier runs' among them
         self.untimed = 0
         self._journal = None if folder is None else JournalFile(folder / f"answers-{rank}.jsonl")
         for path in self._files():

@@ -21,7 +21,7 @@ from rope_patch.transformers_api.forwards import cache_arguments
 _CHUNK = 512  # tokens of a prefill chunk; whole chunks are shared
 _MIN_CHUNK = 64
 _FORCE_GROUPS = "TRANSFORMERS_SDPA_FORCE_GQA"  # transformers reads it at each call
-_MAX_SNAPSHOTS = 16  # of a prompt's sliding-window layers
+_MAX_SNAPSHOTS = 16  # copies of sliding-window layers that are kept of a prompt
 
 
 class PrefixReader:

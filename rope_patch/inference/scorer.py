@@ -14,9 +14,9 @@ from rope_patch.inference.samples import Sample
 from rope_patch.patching import current
 from rope_patch.transformers_api.forwards import cache_arguments
 
-_CPU_BATCH_TOKENS, _GPU_BATCH_TOKENS = 4096, 32768  # of a batch of samples of one length
+_CPU_BATCH_TOKENS, _GPU_BATCH_TOKENS = 4096, 32768  # tokens of a batch of samples of one length
 _MAX_LOGITS = 2**27  # numbers in a batch's logits: 512 MB in float32
-_TAIL_CHUNK = 512  # tokens with logits at once, behind a long prompt
+_TAIL_CHUNK = 512  # tokens behind a long prompt whose logits exist at once
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rope_patch.lab.settings import TEXT, Cell, LabSettings, encoding_options
 from rope_patch.lab.tasks import RecallTask, Task, TextTask
 from rope_patch.utils.atomic_files import atomic_write
 
-_READ_COST = 0.4  # of a token that is read, where one that is trained on costs 1
+_READ_COST = 0.4  # cost of a token that is read, where one that is trained on costs 1
 
 
 def make_task(cell: Cell, settings: LabSettings) -> Task:
@@ -127,7 +127,7 @@ def build_model(encoding: str, vocabulary: int, length: int, seed: int) -> Llama
 LEARNING_RATE = 3e-3
 _WARMUP, _DECAY = 0.05, 0.3  # shares of the steps in which the rate rises from and falls to zero
 CHECKPOINT_STEPS = 50
-_POINTS = 40  # of the recorded training loss
+_POINTS = 40  # points of the training loss that are recorded
 
 
 class Trainer:

@@ -54,8 +54,8 @@ from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import json_safe, seal
 
-CHANCE = 1 / PAIRS  # of a guess among the values of a sequence
-WIDEST = 0.25  # nats; a loss that is not known to within this tells nothing
+CHANCE = 1 / PAIRS  # share of right answers if a model guesses among the values of a sequence
+WIDEST = 0.25  # nats; a loss with a wider half interval tells nothing
 
 
 def loss_cell(interval: Interval | None, *, beyond: bool = False, missing: str = NOTHING) -> Cell:
@@ -111,7 +111,7 @@ def _tip(interval: Interval, span: str) -> str:
     return f"95% interval {span}, {n_text(interval)}"
 
 
-_FLAT = 0.05  # nats; more counts as a loss
+_FLAT = 0.05  # nats; a loss up to here counts as none
 
 
 def headline(results: LabResults, findings: Sequence[Finding]) -> str:
@@ -328,7 +328,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 REFERENCE = "none"
 _COLOURS = ("m0", "m1", "m2", "m3", "m4", "m5", "m6", "m7")
 _MARKERS = ("o", "s", "D", "v", "^", "P", "X", "h")
-_DASHES = ((4.0, 2.0), (1.0, 1.5))  # of an encoding's first extension, and of others
+_DASHES = ((4.0, 2.0), (1.0, 1.5))  # of lines: an encoding's first extension, and its others
 _QUESTIONS = {
     TEXT: "Loss against length: who reads on beyond the trained length? (lower is better)",
     RECALL: "Recall against length: who finds a value again? (higher is better)",
@@ -390,7 +390,7 @@ def _panel(results: LabResults, task: str, quantity: str, title: str, names: lis
             points, intervals = [], []
             for length in results.tests:
                 if method != PLAIN and length == results.length:
-                    continue  # a line's start is the encoding's own
+                    continue  # the line of the unextended encoding has this point
                 scores = results.scores(task, name, length, method, quantity)
                 if scores is None:
                     continue

@@ -16,7 +16,7 @@ from rope_patch.lab.settings import RECALL, TEXT
 from rope_patch.statistics import Interval
 
 AGREES, DISAGREES, UNCLEAR, UNMEASURED = "agrees", "disagrees", "cannot tell", "not measured"
-LEAST_SEEDS = 2  # another seed moves a model by more than its own samples show
+LEAST_SEEDS = 2  # seeds; another one moves a model by more than its own samples show
 
 PRESS = "Press et al., ALiBi, arXiv:2108.12409"
 HAVIV = "Haviv et al., arXiv:2203.16634"
@@ -24,8 +24,8 @@ KAZEMNEJAD = "Kazemnejad et al., arXiv:2305.19466"
 AL_KHATEEB = "Al-Khateeb et al., arXiv:2310.13017"
 WANG = "Wang et al., arXiv:2404.12224"
 
-_FLAT = 0.02  # nats; 2% of perplexity still count as no loss
-_RISE = 0.05  # nats, as 5% of perplexity
+_FLAT = 0.02  # nats; up to 2% of perplexity count as no loss
+_RISE = 0.05  # nats; from 5% of perplexity on, a loss counts as a rise
 _BEYOND = (2, 4, 8)
 
 

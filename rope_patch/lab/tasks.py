@@ -14,7 +14,7 @@ import torch
 from rope_patch.tasks import texts
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # input ids and labels, `[B, S]`; labels of -100 are free
-_TOKENS_AT_ONCE = 8192  # of a forward pass in measurements
+_TOKENS_AT_ONCE = 8192  # tokens that a forward pass reads in measurements
 
 
 class Task(ABC):
@@ -73,7 +73,7 @@ def rounded(values: torch.Tensor) -> Any:
 
 
 PAIRS = 4
-_SHORTEST = 32  # tokens of the first stage
+_SHORTEST = 32  # tokens of the shortest rows that training may begin with
 _RECALL_TOKENS, _LEAST_ROWS = 1536, 16
 _TEST_SEED = 1234
 

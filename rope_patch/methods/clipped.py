@@ -23,7 +23,7 @@ from rope_patch.utils.errors import Refused
 if TYPE_CHECKING:
     import torch
 
-_CLIPPED_SHARE = 20 / 64  # of the pairs, in the authors' code
+_CLIPPED_SHARE = 20 / 64  # share of the pairs that are clipped, from the authors' code
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,12 @@ from rope_patch.utils.errors import Refused, did_you_mean
 from rope_patch.utils.plugins import PluginGroup, import_passed_on
 
 _REGISTRY: dict[str, type[Method]] = {}
-_UNLISTED = ("recorded",)  # what a saved folder names, and no user
+_UNLISTED = ("recorded",)  # methods that a saved folder names, and no user
 _GROUP = PluginGroup("rope_patch.methods")
 _M = TypeVar("_M", bound=type[Method])
 
 _NAME = re.compile(r"[A-Za-z]([\w.-]*\w)?", re.ASCII)
-_RESERVED_NAMES = ("none",)  # the plain model, in evaluations and recipes
+_RESERVED_NAMES = ("none",)  # what evaluations and recipes call the plain model
 # What `rope_patch.patch` takes besides a method's options.
 _PATCH_ARGUMENTS = (
     *("method", "length", "trained_length", "layer_types", "start", "kernels", "options"),
@@ -212,7 +212,7 @@ def _describe(cls: type) -> str:
 
 PAGE = "docs/other-encodings.md"
 
-# By name: what it extends, and what it does.
+# Methods of encodings that do not rotate: what each extends, and what it does.
 ENCODING_METHODS = {
     "cubic": ("learned tables of positions", "Bicubic interpolation between trained rows."),
     "tile": ("learned tables of positions", "Trained rows, repeated."),

@@ -375,6 +375,6 @@ def _can_rerotate(
     return self_check.passes(checked, kernels, KernelVariant(op=REROTATE, **fields))
 
 
-# As torch.compiler.assume_constant_result does, without importing the compiler.
+# Does what torch.compiler.assume_constant_result does, without importing the compiler.
 for _constant in (triton_unavailable_reason, is_interpreted, self_check.may_trace):
     setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010

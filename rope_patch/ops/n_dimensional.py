@@ -27,7 +27,7 @@ def axial_frequencies(
     pairs: Sequence[int] | None = None,
     spectrum: str = "own",
 ) -> torch.Tensor:
-    """Return frequencies of which each pair has one axis, `[R / 2, A]` float64.
+    """Return frequencies where each pair rotates by one axis, `[R / 2, A]` float64.
 
     The first pairs belong to axis 0, the next ones to axis 1, and so on.
 
@@ -77,7 +77,7 @@ def mixed_frequencies(
     heads: int | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Return frequencies of which each pair turns with all axes: RoPE-Mixed's initial values.
+    """Return frequencies where each pair rotates by all axes: RoPE-Mixed's initial values.
 
     The paper learns them from here on. Each head draws one set of A orthogonal directions. Each
     direction has an equal share of the pairs, with the magnitudes of `axial_frequencies`; without

@@ -23,14 +23,14 @@ _MIN_WEIGHT = 2.0**-14
 
 
 class _Answer(NamedTuple):
-    """An answer, and of which content of the weight it is."""
+    """An answer, with the version and the address of the weight that it is for."""
 
     version: int
     address: int
     is_even: bool
 
 
-# By tensor (of views, the tensor below them), then by view and settings.
+# Answers by tensor (a view's is its base), then by view and settings.
 _answers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

@@ -9,7 +9,8 @@ import torch
 
 from rope_patch.ops.angles import cos_sin
 
-_CHUNK_TOKENS = 4096  # rotated at once, so that float32 temporaries stay small beside the cache
+# Tokens rotated at once, so that float32 temporaries stay small beside the cache.
+_CHUNK_TOKENS = 4096
 
 # Bits of float32's mantissa that a narrower type lacks.
 _SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13}

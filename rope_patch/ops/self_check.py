@@ -48,7 +48,7 @@ passed: set[Hashable] = set()
 # Why the kernels of other keys are not used.
 _problems: dict[Hashable, str] = {}
 
-# What users are told of kernels that are not used, by op, device and dtype.
+# Warnings about kernels that are not used, by op, device and dtype.
 _reports: dict[Hashable, str] = {}
 
 _lock = threading.Lock()
@@ -398,7 +398,7 @@ def _name(dtype: torch.dtype) -> str:
 # Largest error in units of rounding that arithmetic in float32 and one rounding leave. In 16 bits
 # the one rounding dominates; in float32 the approximations of cosine, sine and root do.
 _LIMITS = {torch.float32: 64.0, torch.float16: 4.0, torch.bfloat16: 4.0}
-_RECOMPUTED_LIMIT = 8.0  # of gradients whose input is recomputed from rounded outputs
+_RECOMPUTED_LIMIT = 8.0  # the limit of gradients whose input is recomputed from rounded outputs
 
 # From these on, rows of positions count up. Angles of far ones need all 64 bits.
 _FIRST_POSITIONS = (0, 10_000_019)

@@ -65,7 +65,7 @@ _SCALING_KEYS = {
     "mscale",
     "mscale_all_dim",
     "truncate",
-    # Of rope types that rope_patch.register_rope_types adds.
+    # Keys of the rope types that rope_patch.register_rope_types adds.
     "new_theta",
     "growth",
 }
@@ -308,9 +308,9 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
 
 
 def saved_frequencies(traits: RotaryTraits, plan: PatchPlan) -> dict[str | None, Frequencies]:
-    """Return the frequencies of layer types that a plan leaves as they were trained.
+    """Return trained frequencies of layer types that a saved patch changed and the plan leaves.
 
-    Those of a model that runs otherwise: plain transformers loaded it as a patch extended it.
+    Plain transformers loads them as the saved patch extended them.
 
     Args:
         traits: One of the plan's rotary modules, unpatched.

@@ -30,7 +30,7 @@ from rope_patch.patching.torch_state import torch_defaults
 from rope_patch.patching.undo_log import ABSENT, UndoLog
 from rope_patch.utils.errors import Refused
 
-# What a rotary module computes from its config, with a layer type's name before it or without.
+# Attributes that a rotary module computes from its config, with or without a layer type's prefix.
 _COMPUTED = (
     "inv_freq",
     "attention_scaling",
@@ -39,7 +39,7 @@ _COMPUTED = (
     "max_seq_len_cached",
     "original_max_seq_len",
 )
-# What its forwards add to that, and make again from what is left.
+# Attributes that its forward adds, and computes again where they are gone.
 _ADDED = ("max_seq_len_cached", "long_inv_freq")
 
 

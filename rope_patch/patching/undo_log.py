@@ -69,7 +69,7 @@ class UndoLog:
         self._hooks.append(module.register_forward_hook(change))
 
     def owners(self, attribute: str) -> list[Any]:
-        """Return the objects of which an attribute has been set, each once."""
+        """Return the objects that had an attribute set, each once."""
         return list({id(o): o for o, name, _, _ in self._changes if name == attribute}.values())
 
     def original(self, owner: Any, attribute: str) -> Any:
@@ -175,7 +175,7 @@ class ConfigOverride:
                     own = copy.deepcopy(value, copies)
                     self._copies.append((own, copy.deepcopy(own)))
                 self._undo_log.set(module, attribute, copies[id(value)])
-        # Of an encoder and decoder with one config, transformers makes a new text config.
+        # transformers makes a new text config if encoder and decoder have one config.
         texts = [
             part for own, _ in self._copies for part in (own, own.get_text_config(decoder=True))
         ]

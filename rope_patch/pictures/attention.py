@@ -14,7 +14,7 @@ from rope_patch.transformers_api.models import model_file, set_attention_impleme
 
 SENTENCE = ("the", "dog", "chased", "another", "dog")
 _FIRST, _SECOND = (n for n, word in enumerate(SENTENCE) if word == "dog")
-_SHOWN = 24  # components of an output
+_SHOWN = 24  # components of an attention's output in its picture
 
 
 @torch_defaults()

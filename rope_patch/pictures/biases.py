@@ -29,7 +29,7 @@ from rope_patch.pictures.renderer import Curve, Curves, HeatMap, Picture
 from rope_patch.pictures.subject import bucket_table, read_sites
 from rope_patch.utils.errors import Refused, did_you_mean
 
-_BUCKETS = 32  # of T5's decoders
+_BUCKETS = 32  # buckets of distances in T5's decoders
 _SQUEEZES = {"log-tail": "far distances squeezed", "linear": "all distances divided"}
 # FIRE's initial values (arXiv:2310.04418); both are learned.
 FIRE_RATE, FIRE_THRESHOLD = 0.1, 512.0
@@ -106,8 +106,8 @@ def draw_buckets(options: PictureOptions) -> Picture:
     )
 
 
-_PANELS = 4  # heads shown
-_LOWEST = -8.0  # a logit lower by 8 has 0.03% of the weight
+_PANELS = 4  # heads that are shown, one panel each
+_LOWEST = -8.0  # the darkest bias: a logit lower by 8 has 0.03% of the weight
 
 
 @dataclass(frozen=True)

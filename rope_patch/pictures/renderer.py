@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 # All lengths are in CSS pixels: at 72 dots per inch one point of matplotlib is one pixel.
 _WIDTH, _HEIGHT, _CAPTION_LINE = 912, 400, 19
-_ROW_HEIGHT = 200  # where there are several rows, without labels
-_LEFT, _RIGHT, _BAR_RIGHT = 86, 24, 84  # for labels of the y axis, and of colour bars
-_GAP = 22  # between panels that share their labels
+_ROW_HEIGHT = 200  # height of a panel without labels, where there are several rows
+_LEFT, _RIGHT, _BAR_RIGHT = 86, 24, 84  # space for labels of the y axis and of colour bars
+_GAP = 22  # space between panels that share their labels
 _TITLE, _BELOW, _NO_LABELS = 40, 52, 20
 _LEGEND_RIGHT, _LEGEND_LINE = 176, 17  # beside a single panel; below one of several
-_SLANTED = 30  # more below, for names of columns
+_SLANTED = 30  # space that slanted names of columns take below
 _CAPTION_COLUMNS = 128
 _COLOURS = ("m0", "m1", "m2", "m3", "m4", "m5", "m6", "m7")
 # Lines and marks differ in more than colour, for those who see or print none.

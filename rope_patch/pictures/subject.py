@@ -97,7 +97,7 @@ def learned_tables(model: Any) -> dict[str, torch.Tensor]:
     if any(site.table.is_meta for site in learned):
         raise Refused(_NO_WEIGHTS)
     return {
-        site.name: site.table[site.sighting.first_row :].detach().double().cpu() for site in learned
+        site.name: site.table[site.detected.first_row :].detach().double().cpu() for site in learned
     }
 
 

@@ -230,7 +230,7 @@ def draw_stretch(options: PictureOptions) -> Picture:
     )
 
 
-Tables = dict[str, torch.Tensor]  # by title, each `[positions, components]` float64
+Tables = dict[str, torch.Tensor]  # tables by their titles, each `[positions, components]` float64
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def record_encoding(folder: Path, handle: EncodingPatch) -> dict[str, Any]:
             name
             for site in handle.sites
             if isinstance(site, TableSite) and _is_saved(site, handle)
-            for name in site.sighting.fields
+            for name in site.detected.fields
         }
         unpatched = {k: v for k, v in handle.original.items() if k not in kept}
         path.write_text(json.dumps({**config, **unpatched}, indent=2) + "\n")
@@ -159,8 +159,8 @@ def _tables(handle: EncodingPatch, *, with_patched: bool) -> Iterator[tuple[str,
     """Yield the tables before the patch, and those under it where no checkpoint has them."""
     for site in handle.sites:
         if isinstance(site, TableSite):
-            key = f"{site.name}.{site.sighting.attribute}"
-            original = handle.original_value(site, site.sighting.attribute)
+            key = f"{site.name}.{site.detected.attribute}"
+            original = handle.original_value(site, site.detected.attribute)
             yield f"{_ORIGINAL}{key}", original.detach().cpu().contiguous()
             if with_patched:
                 yield f"{_PATCHED}{key}", site.table.detach().cpu().contiguous()
@@ -169,7 +169,7 @@ def _tables(handle: EncodingPatch, *, with_patched: bool) -> Iterator[tuple[str,
 def _is_saved(site: TableSite, handle: EncodingPatch) -> bool:
     """Return whether a checkpoint holds a site's table."""
     model: Any = handle.model
-    key = f"{site.name}.{site.sighting.attribute}"
+    key = f"{site.name}.{site.detected.attribute}"
     return key in model.state_dict() and key not in (model._keys_to_ignore_on_save or ())
 
 
@@ -198,7 +198,7 @@ def _loads_natively(folder: Path, handle: EncodingPatch) -> bool:
         )
     for site in handle.sites:
         if isinstance(site, TableSite):
-            table = getattr(plain.get_submodule(site.name), site.sighting.attribute)
+            table = getattr(plain.get_submodule(site.name), site.detected.attribute)
             ours = site.table.detach().to(table.device)
             if table.shape != ours.shape or not torch.equal(table, ours):
                 return False

@@ -254,7 +254,7 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         StrictDataclassError,
     ) as error:
         try:
-            file = Path(path) / "config.json"  # which transformers takes for an object
+            file = Path(path) / "config.json"  # transformers assumes that it holds an object
             is_here = file.is_file()
             require_valid_rope_config(
                 parse_json(file.read_text())
@@ -301,7 +301,7 @@ def read_original_config(
 
     def restart(text: dict[str, Any]) -> None:
         field = recorded_field(folder, text)
-        assert field is not None  # of the sidecar
+        assert field is not None  # the sidecar has it where the config has none
         values = original_fields(text, field, start, trained_length)
         text.pop(FIELD, None)
         text.update(values)

@@ -28,7 +28,7 @@ from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, describe_error
 from rope_patch.utils.progress import progress_bar
 
-_BLOCK = 2**24  # bytes
+_BLOCK = 2**24  # bytes of a file that are copied at once
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 # What transformers does not read: other formats of the weights, and what tools leave.
 _NOT_TAKEN = ("*.gguf", "*.onnx", "*.h5", "*.msgpack", "original", "onnx", ".*")

@@ -243,7 +243,7 @@ def extension_from_sidecar(sidecar: dict[str, Any]) -> Extension:
     if is_missing(sidecar):
         return recorded_extension(sidecar)
     request = {f.name: sidecar[f.name] for f in fields(Extension) if f.name in sidecar}
-    if "factor" not in request:  # of rope_patch 0.1, with the length that the factor led to
+    if "factor" not in request:  # rope_patch 0.1 wrote the length that the factor led to
         options = dict(sidecar["options"])
         factor, length = options.pop("factor"), request.pop("length", None)
         method_class = find_method(sidecar["method"])
@@ -314,7 +314,8 @@ def make_sidecar(
     }
 
 
-_CARD = "Made by `rope-patch finetune"  # in the cards of `finetune`
+# Begins a sentence in the model cards that `finetune` writes.
+_CARD = "Made by `rope-patch finetune"
 
 
 def mark_trained(model: nn.Module) -> None:
@@ -421,7 +422,7 @@ def recorded_field(folder: Path, text: Mapping[str, Any]) -> dict[str, Any] | No
     if field is None:
         field = {ORIGINAL: sidecar["original"]}
     if not isinstance(field, dict):
-        return field  # damaged, which whoever reads it says
+        return field  # damaged; what reads it raises
     if TRAINED in sidecar:
         lengths = [_describe(record) for record in (field.get(TRAINED), sidecar[TRAINED])]
         if TRAINED in field and lengths[0] != lengths[1]:

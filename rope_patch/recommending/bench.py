@@ -1,4 +1,7 @@
-"""The bench: rotations measured on blocks of samples within a time budget, and the search."""
+"""Scores of rotations on blocks of samples, and the search within a time budget.
+
+A measurement is stored in the run's journal and counts against the budget once.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,15 @@ from rope_patch.searching.strategies.base import Proposals
 from rope_patch.searching.strategies.registry import STRATEGIES
 from rope_patch.utils.processes import Processes
 
-BUDGET_KEY = "budget"  # of the journal's lines after which a run has another budget
+# A journal's line `budget/MINUTES` says that a run with this budget measured what follows.
+BUDGET_KEY = "budget"
 
 
 class MeasurementFailed(Exception):
     """A rotation could not be measured; the message says why."""
 
 
-class Bench:
+class BlockScorer:
     """Measures rotations on blocks of samples and stores the results.
 
     Args:
@@ -135,7 +139,7 @@ class Bench:
                 "hits": [list(hits) for hits in evaluation.hits],
                 "groups": fitness.groups,
                 "seconds": time.monotonic() - started,
-                "elapsed": self._clock.elapsed(),  # with what lay between two measurements
+                "elapsed": self._clock.elapsed(),  # includes the time since the last measurement
             }
             self._journal.put(key, entry)
         if key not in self._seen:
@@ -176,7 +180,7 @@ def _block_key(rotation: VariantRotation, kind: str, number: int) -> str:
 
 
 FIRST_STRATEGY, SECOND_STRATEGY = "yarn-rcd", "curve"
-MAX_CANDIDATES = 200  # of each strategy
+MAX_CANDIDATES = 200  # candidates of a strategy; time ends most searches before
 _PLAN_KEY = "plan/search"
 
 
@@ -200,17 +204,17 @@ class TimedResult:
 class _SearchStatus:
     """Counts the time of each evaluation, and shows the search's progress on the budget's bar."""
 
-    def __init__(self, bench: Bench, clock: TimeBudget) -> None:
-        self._bench, self._clock = bench, clock
+    def __init__(self, scorer: BlockScorer, clock: TimeBudget) -> None:
+        self._scorer, self._clock = scorer, clock
 
     def update(self, history: list[dict[str, Any]], reference: float, rate: float) -> None:
         best = history[-1]["best"]
-        self._bench.count(search_key(len(history) - 1), history[-1]["seconds"])
+        self._scorer.count(search_key(len(history) - 1), history[-1]["seconds"])
         self._clock.set_status(f"search, {len(history)}: best {best:.4f}, yarn {reference:.4f}")
 
 
 def search_within(
-    bench: Bench,
+    scorer: BlockScorer,
     clock: TimeBudget,
     journal: SearchJournal,
     seed: int,
@@ -222,7 +226,7 @@ def search_within(
     The search over YaRN's critical dimension comes first, then the curve if optuna is installed.
 
     Args:
-        bench: Has the samples.
+        scorer: Has the samples.
         clock: The time budget.
         journal: Stored measurements.
         seed: The strategies' seed.
@@ -238,7 +242,7 @@ def search_within(
             return None, f"the budget left no time for its {MIN_EVALUATIONS} evaluations"
         stored_plan = {"blocks": plan.search_blocks}
         journal.put(_PLAN_KEY, stored_plan)
-    fitness = bench.fitness(SEARCH, range(stored_plan["blocks"]))
+    fitness = scorer.fitness(SEARCH, range(stored_plan["blocks"]))
     deadline = (
         max(clock.left() - plan.search_seconds, reserve) if plan.search_seconds else clock.left()
     )
@@ -250,7 +254,7 @@ def search_within(
         deadline,
     )
     best, history, evaluations_per_minute = search_loop(
-        fitness, proposals, 2 * MAX_CANDIDATES, journal, _SearchStatus(bench, clock)
+        fitness, proposals, 2 * MAX_CANDIDATES, journal, _SearchStatus(scorer, clock)
     )
     proposed_by = journal.processes.run_on_main(lambda: proposed_by)
     best_fitness = history[-1]["best"]

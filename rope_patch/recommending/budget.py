@@ -16,7 +16,7 @@ from rope_patch.utils.progress import progress_bar
 FINALISTS = 3  # halving stops at this number of rotations
 MIN_EVALUATIONS = 10  # a search with fewer is not worth its time
 _PREFERRED_EVALUATIONS = 40  # up to here, prefer evaluations over more samples per evaluation
-_SEARCH_SHARE = 0.45  # of the time that remains after the first round
+_SEARCH_SHARE = 0.45  # share of the time that remains after the first round
 _SAFETY_MARGIN = 1.1  # passes vary in time
 
 

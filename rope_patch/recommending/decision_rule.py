@@ -242,7 +242,7 @@ def _join_names(variants: Sequence[MeasuredVariant]) -> str:
 
 # Nats a token below which a difference does not matter: about 1% of perplexity.
 NEGLIGIBLE = 0.01
-_LEVEL = 0.05  # below which a difference of answers is significant
+_LEVEL = 0.05  # p-values below it make a difference of answers significant
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_SAMPLES = 96  # of each kind, if the budget allows
+MAX_SAMPLES = 96  # samples of each kind, if the budget allows as many
 
 
 def recommend(
@@ -105,7 +105,7 @@ def recommend(
     """
     # These import packages that a plain installation lacks, such as those for statistics.
     from rope_patch.recommending import variants
-    from rope_patch.recommending.bench import Bench, earlier_usage
+    from rope_patch.recommending.bench import BlockScorer, earlier_usage
     from rope_patch.recommending.budget import TimeBudget
     from rope_patch.recommending.decision_rule import held_out_table
     from rope_patch.recommending.result import (
@@ -115,7 +115,7 @@ def recommend(
         verdict_sentence,
     )
     from rope_patch.recommending.sample_sets import BLOCK_SIZE
-    from rope_patch.recommending.successive_halving import Race
+    from rope_patch.recommending.successive_halving import SuccessiveHalving
 
     _validate_request(budget, most, BLOCK_SIZE)
     if folder is not None:
@@ -164,23 +164,23 @@ def recommend(
         journal.lock()
         seconds_spent, earlier = earlier_usage(journal, budget)
         clock = TimeBudget(budget, seconds_spent, processes, progress)
-        bench = Bench(
+        scorer = BlockScorer(
             live, space, sample_blocks.by_kind, extension, journal, clock, processes, earlier
         )
-        race = Race(live, space, extension, bench, clock, journal, seed, search)
-        race.not_measured += sample_blocks.not_measured
+        halving = SuccessiveHalving(live, space, extension, scorer, clock, journal, seed, search)
+        halving.not_measured += sample_blocks.not_measured
         try:
-            choice = race.run()
+            choice = halving.run()
         finally:
             clock.close()
-        rows = to_rows(list(race.rows.values()), choice)
+        rows = to_rows(list(halving.rows.values()), choice)
         search_folder = None if folder is None else str(Path(folder) / SEARCH_FOLDER)
         python = shell = ""
         if choice.name is not None:
-            row = race.rows[choice.name]
+            row = halving.rows[choice.name]
             python = variants.patch_call(row.variant, extension, search_folder)
             shell = variants.export_command(row.variant, extension, source.name, row.engines)
-        outcome = race.search_outcome
+        outcome = halving.search_outcome
         recommendation = Recommendation(
             model=source.name,
             weights=identity["weights"],
@@ -196,9 +196,9 @@ def recommend(
             python=python,
             shell=shell,
             rows=rows,
-            samples=race.block_count * BLOCK_SIZE,
-            scored=bench.samples_scored,
-            not_measured=tuple(race.not_measured),
+            samples=halving.block_count * BLOCK_SIZE,
+            scored=scorer.samples_scored,
+            not_measured=tuple(halving.not_measured),
             seed=seed,
             versions=identity["versions"],
             command=shlex.join(sys.argv) if command is None else command,
@@ -213,7 +213,7 @@ def recommend(
                 geometry=space.geometry,
                 candidate=outcome.candidate,
                 history=outcome.history,
-                held_out=held_out_table(race.rows),
+                held_out=held_out_table(halving.rows),
                 asked=replace(extension, factor=None, length=None).arguments(),
                 evaluations_per_minute=outcome.evaluations_per_minute,
                 versions=identity["versions"],

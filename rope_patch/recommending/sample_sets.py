@@ -19,7 +19,7 @@ from rope_patch.inference.samples import (
 )
 from rope_patch.utils.checksums import digest
 
-BLOCK_SIZE = 6  # samples of a block: the fewest texts that give an interval
+BLOCK_SIZE = 6  # samples in a block: the fewest texts that give an interval
 LONG, SHORT, PROSE, SEARCH = "long", "short", "prose", "search"
 CONTROL = {LONG: "long, control", SHORT: "short, control"}
 _SEARCH_BLOCKS = 4  # blocks on which a search may score each candidate

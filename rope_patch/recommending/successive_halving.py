@@ -6,7 +6,7 @@ from typing import Any
 
 from rope_patch.extension import Extension
 from rope_patch.recommending import budget, variants
-from rope_patch.recommending.bench import Bench, MeasurementFailed, search_within
+from rope_patch.recommending.bench import BlockScorer, MeasurementFailed, search_within
 from rope_patch.recommending.budget import BlockCosts, TimeBudget
 from rope_patch.recommending.decision_rule import (
     Choice,
@@ -22,17 +22,18 @@ from rope_patch.searching.candidates import SearchSpace
 from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.sample_sets import MAX_LOSS_RATIO, unigram_loss
 
-_CHEAP_SHARE = 0.1  # of the time left, for the table's prices of eliminated methods
+# Share of the time left that may go into the prices of eliminated methods, which only tables show.
+_CHEAP_SHARE = 0.1
 
 
-class Race:
+class SuccessiveHalving:
     """Measures variants within a budget, eliminates the worst, and decides between the rest.
 
     Args:
         model: The unpatched model.
         space: The rotation that is extended, and the target.
         extension: The request; each variant has its own method and options.
-        bench: Measures rotations.
+        scorer: Measures rotations.
         clock: The time budget.
         journal: Stores results.
         seed: The search's seed.
@@ -42,7 +43,7 @@ class Race:
         rows: The scores of all variants by name, in the order of tables.
         not_measured: What was not measured, and why, a sentence each.
         search_outcome: The search's result, or None.
-        block_count: Blocks that all variants in the race have been measured on.
+        block_count: Blocks that all remaining variants have been measured on.
     """
 
     def __init__(
@@ -50,14 +51,14 @@ class Race:
         model: Any,
         space: SearchSpace,
         extension: Extension,
-        bench: Bench,
+        scorer: BlockScorer,
         clock: TimeBudget,
         journal: SearchJournal,
         seed: int,
         search: bool,
     ) -> None:
         self.model, self.space, self.extension = model, space, extension
-        self.bench, self.clock, self._journal = bench, clock, journal
+        self.scorer, self.clock, self._journal = scorer, clock, journal
         self._seed, self._search_enabled = seed, search
         self.not_measured: list[str] = []
         self.search_outcome: Any = None
@@ -80,8 +81,8 @@ class Race:
     def _check_competence(self) -> Choice | None:
         """Return a choice if the plain model cannot answer within its trained length, else None."""
         try:
-            plain = self.bench.scores(UNPATCHED, SHORT, 1, PLAIN)
-            control = self.bench.scores(UNPATCHED, CONTROL[SHORT], 1, PLAIN)
+            plain = self.scorer.scores(UNPATCHED, SHORT, 1, PLAIN)
+            control = self.scorer.scores(UNPATCHED, CONTROL[SHORT], 1, PLAIN)
         except MeasurementFailed as error:
             raise ValueError(
                 f"the model as it is fails within its trained length: {error}"
@@ -100,16 +101,16 @@ class Race:
 
     def _drop_unreadable_prose(self) -> None:
         """Drop prose if the plain model does not read it, because prices on it would be noise."""
-        if not self.bench.block_count(PROSE):
+        if not self.scorer.block_count(PROSE):
             return
         try:
-            plain = self.bench.scores(UNPATCHED, PROSE, 1, PLAIN).mean
+            plain = self.scorer.scores(UNPATCHED, PROSE, 1, PLAIN).mean
         except MeasurementFailed:
             return  # `_measure_minimum` reports it
-        frequencies = unigram_loss(self.bench.samples(PROSE, 0))
+        frequencies = unigram_loss(self.scorer.samples(PROSE, 0))
         control = sum(frequencies) / len(frequencies)
         if plain >= control:
-            self.bench.drop_kind(PROSE)
+            self.scorer.drop_kind(PROSE)
             self.not_measured.append(
                 f"perplexity of documents: a token of prose costs the plain model {plain:.2f} nats "
                 f"within its trained length, and {control:.2f} by how frequent each token is"
@@ -121,14 +122,14 @@ class Race:
         Raises:
             ValueError: The budget is too small, or no method can be measured.
         """
-        if not self.bench.has(UNPATCHED, LONG, 1):
-            short = max(len(sample.ids) for sample in self.bench.samples(SHORT, 0))
+        if not self.scorer.has(UNPATCHED, LONG, 1):
+            short = max(len(sample.ids) for sample in self.scorer.samples(SHORT, 0))
             guess = self.clock.cost(SHORT) * self.space.length / short  # a lower bound
             self._require_budget(BlockCosts(guess, 2 * self.clock.cost(SHORT)), 0)
         self._measure(self._plain_row, 1)
         for row in self._alive():
             if row.variant.method is not None and not row.variant.dynamic:
-                if not self.bench.has(row.variant.long_rotation, LONG, 1):
+                if not self.scorer.has(row.variant.long_rotation, LONG, 1):
                     self._require_budget(self._costs(), 1)
                 self._measure(row, 1)
                 if row.long is not None:
@@ -151,12 +152,12 @@ class Race:
 
     def _make_plan(self) -> budget.BudgetPlan:
         unmeasured = self._unmeasured()
-        searchable = self.bench.block_count(SEARCH) if self._search_enabled else 0
+        searchable = self.scorer.block_count(SEARCH) if self._search_enabled else 0
         plan = budget.plan_budget(
             self.clock.left(),
             self._costs(),
             len(unmeasured),
-            self.bench.block_count(LONG),
+            self.scorer.block_count(LONG),
             searchable,
             measured_rotations=2,
         )
@@ -177,7 +178,7 @@ class Race:
         """Measure one block of each rotation, then prices of those that may still be chosen."""
         for number, row in enumerate(self._unmeasured()):
             over_budget = self._costs().both > self.clock.left() - self._reserved_seconds()
-            if not (number >= fits and over_budget) or self.bench.has(
+            if not (number >= fits and over_budget) or self.scorer.has(
                 row.variant.long_rotation, LONG, 1
             ):
                 self._score_long(row, 1)
@@ -189,7 +190,7 @@ class Race:
             self._score_short(row, 1)
         for row in self.rows.values():
             cheap = self._costs().short < _CHEAP_SHARE * self.clock.left() / len(self.rows)
-            cheap = cheap or self.bench.has(row.variant.short_rotation, SHORT, 1)
+            cheap = cheap or self.scorer.has(row.variant.short_rotation, SHORT, 1)
             if row.status and row.long is not None and row.short is None and cheap:
                 self._score_short(row, 1)
 
@@ -198,10 +199,10 @@ class Race:
         if not self._search_enabled:
             self.not_measured.append("a search: it was not asked for")
             return
-        if not self.bench.block_count(SEARCH):
+        if not self.scorer.block_count(SEARCH):
             return
         outcome, reason = search_within(
-            self.bench, self.clock, self._journal, self._seed, plan, self._reserved_seconds()
+            self.scorer, self.clock, self._journal, self._seed, plan, self._reserved_seconds()
         )
         if outcome is None:
             self.not_measured.append(f"a search: {reason}")
@@ -229,9 +230,9 @@ class Race:
     def _halving_rounds(self) -> None:
         """Give more samples to the best half, again and again."""
         max_blocks = min(
-            self.bench.block_count(kind)
+            self.scorer.block_count(kind)
             for kind in (LONG, SHORT, PROSE)
-            if self.bench.block_count(kind)
+            if self.scorer.block_count(kind)
         )
         while self.block_count < max_blocks:
             alive = len({row.variant.long_rotation.key for row in self._alive()})
@@ -259,7 +260,7 @@ class Race:
         ]
         best = min(finalists, key=lambda variant: variant.long.mean)
         try:
-            control = self.bench.scores(
+            control = self.scorer.scores(
                 self.rows[best.name].variant.long_rotation, CONTROL[LONG], 1, best.name
             )
         except MeasurementFailed:
@@ -291,7 +292,7 @@ class Race:
     def _score_long(self, row: VariantScores, blocks: int) -> None:
         """Score a rotation at the target length, for all variants that have it."""
         try:
-            scores = self.bench.scores(row.variant.long_rotation, LONG, blocks, row.variant.name)
+            scores = self.scorer.scores(row.variant.long_rotation, LONG, blocks, row.variant.name)
         except MeasurementFailed as error:
             for other in self._same_rotation(row.variant.long_rotation):
                 self._mark_out(other, f"failed: {error}")
@@ -302,9 +303,9 @@ class Race:
     def _score_short(self, row: VariantScores, blocks: int) -> None:
         name = row.variant.name
         try:
-            row.short = self.bench.scores(row.variant.short_rotation, SHORT, blocks, name)
-            if self.bench.block_count(PROSE):
-                row.prose = self.bench.scores(row.variant.short_rotation, PROSE, blocks, name)
+            row.short = self.scorer.scores(row.variant.short_rotation, SHORT, blocks, name)
+            if self.scorer.block_count(PROSE):
+                row.prose = self.scorer.scores(row.variant.short_rotation, PROSE, blocks, name)
         except MeasurementFailed as error:
             self._mark_out(row, f"failed: {error}")
 
@@ -340,7 +341,7 @@ class Race:
         rotations = [row.variant.long_rotation for row in self._alive()]
         blocks = self.block_count
         while blocks < max_blocks and all(
-            self.bench.has(rotation, LONG, blocks + 1) for rotation in rotations
+            self.scorer.has(rotation, LONG, blocks + 1) for rotation in rotations
         ):
             blocks += 1
         return blocks

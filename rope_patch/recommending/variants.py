@@ -27,7 +27,7 @@ PLAIN = "plain"
 STATIC_METHODS = ("yarn", "ntk-by-parts", "ntk", "llama3", "linear")
 MAPS = ("self-extend", "jet-long", "rerope")
 _PREFERRED_ENGINES = ("vllm", "llama.cpp", "transformers")
-_DYNAMIC_NAMES = {"ntk": "dynamic"}  # of other methods: dynamic-NAME
+_DYNAMIC_NAMES = {"ntk": "dynamic"}  # dynamic forms by method; all others are dynamic-NAME
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rope_patch.utils import atomic_files, checksums
 
-_TAIL_BYTES = 1 << 16  # read at once when the end of the last complete line is looked for
+_TAIL_BYTES = 1 << 16  # bytes that are read at once to find the end of the last complete line
 
 
 @dataclass

@@ -18,7 +18,7 @@ from rope_patch.utils.processes import Processes
 logger = logging.getLogger("rope_patch")
 
 LOCK, CLOCK = ".lock", "clock.json"  # an empty file, and the seconds of each step
-_HEARTBEAT = 5.0  # seconds between two notes of the time, which is all that a kill can lose
+_HEARTBEAT = 5.0  # seconds between two notes of the time: a kill loses at most as much
 _LONGEST, _SHOWN = 160, 140  # characters of a value in an error, and of one that is cut
 
 
@@ -110,7 +110,7 @@ class RunFolder:
         return checksums.unseal((self.path / name).read_bytes(), **entries)
 
     def find(self, name: str, again: str, **entries: Any) -> dict[str, Any] | None:
-        """Return a stored result; None if it is missing, or damaged, of which a warning is logged.
+        """Return a stored result; None if it is missing, or damaged, which is logged as a warning.
 
         Args:
             name: The file's name.

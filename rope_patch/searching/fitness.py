@@ -20,8 +20,8 @@ from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.utils.errors import Refused, describe_error
 from rope_patch.utils.processes import Processes
 
-ALPHA = 0.005  # error rate of each look: an equally good candidate is stopped this often
-MIN_GROUPS = 6  # fewer show nothing, see `statistics.mean_test`
+ALPHA = 0.005  # error rate of each look: how often an equally good candidate is stopped
+MIN_GROUPS = 6  # fewer groups show nothing; see `statistics.mean_test`
 
 
 def predicted_deficit(
@@ -84,7 +84,7 @@ def predicted_deficit(
     )
 
 
-_ROUNDS = 4  # early stopping is considered after each
+_ROUNDS = 4  # rounds of a measurement; each may end it early
 
 
 @dataclass(frozen=True)

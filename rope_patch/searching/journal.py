@@ -52,7 +52,7 @@ class SearchJournal:
     ) -> None:
         self.processes = processes or Processes(alone=True)
         self._run_folder = None if folder is None else RunFolder(Path(folder), identity)
-        self._search_id = checksums.json_digest(identity)[:16]  # in each line
+        self._search_id = checksums.json_digest(identity)[:16]  # stands in each line
         self._entries: dict[str, dict[str, Any]] = {}
         self._pending: list[tuple[str, dict[str, Any]]] = []  # written with the next `put`
         self._valid_lines: list[bytes] = []  # the header among them

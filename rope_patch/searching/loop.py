@@ -17,7 +17,8 @@ from rope_patch.searching.journal import SearchJournal, candidate_to_dict
 from rope_patch.searching.strategies.base import Proposals
 from rope_patch.utils.progress import progress_bar
 
-_KEY_DIGITS = 9  # finer than the strategies' key, so that every proposal is measured
+# Digits of a rotation's key: more than strategies have, so every proposal is measured.
+_KEY_DIGITS = 9
 
 
 def search_loop(

@@ -28,7 +28,7 @@ from rope_patch.searching.fitness import Evaluation
 FITNESS_KINDS = ("needles", "documents", "both", "recall")
 DEFAULT_COUNT = 8  # samples of each kind
 HELD_OUT_RATIO = 2  # held-out samples / search samples
-_SANITY_COUNTS = (4, 8)  # bounds; in between, as many sanity samples as search samples
+_SANITY_COUNTS = (4, 8)  # fewest and most sanity samples; between them, as many as search samples
 
 logger = logging.getLogger(__name__)
 
@@ -227,8 +227,8 @@ def identity(sets: SampleSets) -> dict[str, Any]:
     return {"samples": samples_digest(sets.search), "sample_count": len(sets.search)}
 
 
-MAX_LOSS_RATIO = 0.75  # the model's loss / the control's
-MIN_STANDARD_ERRORS = 3.0  # the least gain over the control
+MAX_LOSS_RATIO = 0.75  # the most that the model's loss may be of the control's
+MIN_STANDARD_ERRORS = 3.0  # standard errors by which the model must beat the control
 
 
 def unigram_loss(samples: Sequence[Sample]) -> list[float]:

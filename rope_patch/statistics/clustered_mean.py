@@ -1,4 +1,4 @@
-"""Means of any numbers over texts, and the tests of them: one mean of zero, two being the same.
+"""Means of numbers over texts, and tests whether one mean is zero or two means are equal.
 
 A mean by itself, such as a method's loss, has Student's t interval. Whether a difference is shown
 is decided by `mean_test` alone.
@@ -17,7 +17,7 @@ from scipy import special
 from rope_patch.statistics.intervals import Interval, cluster_sums, half_alpha, stratum_weights
 from rope_patch.statistics.paired_tests import MAX_PATTERNS, sign_flip_test
 
-_STRAIGHT = 1e-8  # a skewness below which Hall's t is Student's in double precision
+_STRAIGHT = 1e-8  # least skewness at which Hall's t differs from Student's in double precision
 # Against the skew, Hall's cubic is flat at t = 3 / skewness, where no effect would be large enough.
 # From half way on it goes on in a straight line, with the slope that it has there, 1/4.
 _KNEE, _SLOPE = 1.5, 0.25
@@ -44,11 +44,11 @@ class ClusteredMean:
 
 @dataclass(frozen=True)
 class MeanTest(ClusteredMean):
-    """A mean over texts, with the test whether it is zero, see `mean_test`.
+    """A mean over texts, with the test whether it is zero; see `mean_test`.
 
     Attributes:
-        p_value: Two-sided, of a mean of zero; below 1 - confidence where zero is outside the
-            interval, and only there.
+        p_value: Two-sided, of the hypothesis that the mean is zero; below 1 - confidence where zero
+            is outside the interval, and only there.
     """
 
     p_value: float
@@ -151,14 +151,14 @@ def hall_p_values(samples: np.ndarray) -> np.ndarray:
 
 
 def two_means_p(first: ClusteredMean, second: ClusteredMean) -> float:
-    """Return the two-sided p-value of two means of other texts being the same.
+    """Return the two-sided p-value of a test whether two means over different texts are equal.
 
     The larger one of Welch's t test (Welch 1947), with a text's value as one observation, and of a
     permutation test (Fisher 1935): which texts are the first's and which the second's.
 
     Args:
         first: A mean over texts.
-        second: A mean over other texts, which may vary otherwise.
+        second: A mean over other texts, whose variance may differ.
 
     Returns:
         The p-value; 1 if either mean rests on a single text.

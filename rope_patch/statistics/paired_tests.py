@@ -192,7 +192,8 @@ def _difference_bounds(
 
 
 MAX_PATTERNS = 2**15  # sign patterns that are tried: all of up to 16 texts
-_ROUNDING = 1e-9  # of the texts' summed sizes: equal totals count as equal, rounding or not
+# Share of the texts' summed sizes within which totals count as equal despite rounding.
+_ROUNDING = 1e-9
 _MAX_ENTRIES = 2**22  # signs of all sampled patterns: fewer patterns of more than 128 texts
 _PATTERNS_AT_ONCE = 2**12
 

@@ -31,13 +31,13 @@ front(
     {
         "samples": "TooShort",
         "scoring": "all_answers any_answer first_number",
-        "settled": "decided_part rule_of",
+        "settled": "settled_part stop_rule",
         "texts": "documents read_text",
     },
 )
 
-LIKELIHOOD = "_ll"  # ends the name of a task whose answers are scored by their likelihood
-CHOICE = "_mc"  # of one whose answers are chosen by it among others
+LIKELIHOOD = "_ll"  # ends a task's name if the likelihood of its answer is the score
+CHOICE = "_mc"  # ends a task's name if the likeliest of several answers is chosen
 
 
 def names() -> list[str]:

@@ -28,7 +28,8 @@ PROMPT = (
     "word, the {ordinal} {kind} about {topic} that you wrote in this conversation. Write nothing "
     "else."
 )
-TURN = "User: Write a {kind} about {topic}. Assistant: {reply}"  # as the last one with its answer
+# Worded like the end of the prompt with its answer, so that the answer continues the dialogue.
+TURN = "User: Write a {kind} about {topic}. Assistant: {reply}"
 PREFIX = "Assistant:"
 
 _LENGTHS = (200, 400)  # characters; below 200 difflib counts frequent letters, and ratios are high
@@ -53,8 +54,18 @@ def eight_needles(**metadata: Any) -> dict[str, Any]:
 
 
 class _Needle(NamedTuple):
-    place: float  # share of the other turns before it
-    number: int | None  # of the sample that asks for it
+    """One of the replies to the same request.
+
+    Attributes:
+        depth: Share of the other turns that come before it: 0 is the first turn, 1 the last.
+        sample_index: Index of the sample that asks for it; None if none does.
+        kind: Kind of text that is requested.
+        topic: Topic that is requested.
+        reply: The assistant's text.
+    """
+
+    depth: float
+    sample_index: int | None
     kind: str
     topic: str
     reply: str
@@ -80,35 +91,36 @@ def _generate(text: samples.TextContext, needles: int) -> list[samples.SampleDra
     asked_requests = [(rng.choice(kinds), topic) for topic in rng.sample(topics, requests)]
     groups = [
         [
-            _Needle(place, number, *request, _reply(rng, *request))
-            for place, number in _places(
+            _Needle(depth, index, *request, _reply(rng, *request))
+            for depth, index in _needle_depths(
                 rng, text.depths, range(i, min(i + needles, count)), needles
             )
         ]
         for i, request in zip(range(0, count, needles), asked_requests, strict=True)
     ]
     codes = ["".join(rng.choices(_CODE, k=10)) for _ in text.depths]
-    all_needles = sorted((n for group in groups for n in group), key=lambda needle: needle.place)
+    all_needles = sorted((n for group in groups for n in group), key=lambda needle: needle.depth)
     others: list[str] = []
 
     def turns(n: int) -> str:
-        while len(others) < n:  # only the fitting of the length knows how many
+        while len(others) < n:  # the search for the prompt's length asks for any number
             others.append(_other_turn(rng, asked_requests))
         dialogue = others[:n]
         for needle in reversed(all_needles if text.planted else []):
-            # From the back: no place moves.
-            dialogue.insert(round(needle.place * n), TURN.format(**needle._asdict()))
+            # From the back, so that earlier indices stay right.
+            dialogue.insert(round(needle.depth * n), TURN.format(**needle._asdict()))
         return "\n\n".join(dialogue)
 
     def draft(number: int) -> samples.SampleDraft:
         group = groups[number // needles]
-        order, needle = next((i, one) for i, one in enumerate(group) if one.number == number)
+        order, needle = next((i, one) for i, one in enumerate(group) if one.sample_index == number)
         words = {"kind": needle.kind, "topic": needle.topic, "ordinal": _ORDINALS[order]}
         target = f"{codes[number]} {needle.reply}"
         return samples.SampleDraft(
             prompt=lambda n: PROMPT.format(turns=turns(n), code=codes[number], **words),
             prefix=PREFIX,
-            answers=[f"{target}\n"],  # with its end: words that follow it count against it
+            # The end is a part, because words that follow count against the answer.
+            answers=[f"{target}\n"],
             target=target,
             depth=text.depths[number],
             chance=lambda n: sum(_ratio(other.reply, needle.reply) for other in group) / needles,
@@ -118,28 +130,28 @@ def _generate(text: samples.TextContext, needles: int) -> list[samples.SampleDra
     return [draft(number) for number in range(count)]
 
 
-def _places(
+def _needle_depths(
     rng: random.Random, depths: list[int], numbers: range, needles: int
 ) -> list[tuple[float, int | None]]:
-    """Return where replies to one request stand, in order, and which samples ask for them.
+    """Return the depth of each reply to one request, in order, and the sample that asks for it.
 
-    Each number from the first to the last is as likely to be asked for, at any depth: of the other
-    replies, a random share stands before it.
+    The first reply is asked for as often as the second or the last, at any depth: a random share of
+    the other replies comes before the one that is asked for.
     """
     order = sorted(numbers, key=depths.__getitem__)
     ranks = dict(zip(sorted(rng.sample(range(needles), len(order))), order, strict=True))
-    places: list[tuple[float, int | None]] = []
+    found: list[tuple[float, int | None]] = []
     low, others = 0.0, 0
     for rank in range(needles + 1):
         if rank < needles and rank not in ranks:
             others += 1
             continue
         high = depths[ranks[rank]] / 100 if rank in ranks else 1.0
-        places += [(place, None) for place in sorted(rng.uniform(low, high) for _ in range(others))]
+        found += [(depth, None) for depth in sorted(rng.uniform(low, high) for _ in range(others))]
         if rank in ranks:
-            places.append((high, ranks[rank]))
+            found.append((high, ranks[rank]))
         low, others = high, 0
-    return places
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -36,11 +36,11 @@ FREQUENT_PREFIX = (
     "Answer: According to the coded text above, the three most frequently appeared words are:"
 )
 
-COMMON = 10  # words asked for by the first task
+COMMON = 10  # most common words that the first task asks for
 # RULER's repeats of common and of other words, and how many other words its example has.
 _LONG_SIZES = {"example": (10, 3, 30), "list": (30, 3)}
 _SHORT_SIZES = {"example": (3, 1, 10), "list": (6, 1)}
-_LONG_LENGTH = 4096  # tokens
+_LONG_LENGTH = 4096  # tokens from which on RULER's sizes for long texts hold
 
 _NOISE = "..."  # RULER's most frequent word, which does not count
 _LETTERS = 6

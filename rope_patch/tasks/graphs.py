@@ -39,10 +39,19 @@ _Edge = tuple[str, str]
 
 
 class _Question(NamedTuple):
+    """A question about a graph.
+
+    Attributes:
+        text: The question.
+        answers: Names of the nodes in the answer.
+        edges: Edges from which the answer follows.
+        last: Those of `edges` that lead to the answer: without them it is empty.
+    """
+
     text: str
     answers: list[str]
-    edges: list[_Edge]  # all that the answer follows from
-    last: list[_Edge]  # those without which it is empty
+    edges: list[_Edge]
+    last: list[_Edge]
 
 
 def breadth_first_search(**metadata: Any) -> dict[str, Any]:

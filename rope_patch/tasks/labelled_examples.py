@@ -25,7 +25,8 @@ PROMPT = (
     "Label the last sentence in the same way; answer with the number.\n{examples}\nSentence: "
     "{question}"
 )
-EXAMPLE = "Sentence: {sentence} Label: {label}"  # as the question with its prefix and answer
+# Worded like the question with its prefix and answer.
+EXAMPLE = "Sentence: {sentence} Label: {label}"
 PREFIX = "Label:"
 
 CLASSES = 16

@@ -24,18 +24,18 @@ PROMPT = (
 )
 PREFIX = "Output:"
 
-OPERATIONS = 12  # that change the list in question
+OPERATIONS = 12  # operations that change the list in question, unless given
 FINAL_LENGTHS = range(4, 12)
 # The expected score of the best constant answer (an item's by its place), over 40,000 lists; a
 # length is one of eight.
 CHANCE = {"list": 0.0, "sum": 0.003, "length": 1 / len(FINAL_LENGTHS), "item": 0.02, "slice": 0.0}
 
 _NAMES = ["alpha", "beta", "gamma", "delta", "kappa", "lambda_", "omega", "sigma", "theta", "zeta"]
-_START = 5  # numbers of each list at first
-_OTHERS = 4  # further lists
+_START = 5  # numbers that each list begins with
+_OTHERS = 4  # lists that nothing is asked about
 _VALUES = range(100)
 _Question = tuple[str, str, object]
-_MOST_QUESTIONS = 9  # there are as many about the shortest list
+_MOST_QUESTIONS = 9  # questions; about the shortest list there are no more
 ANSWER = re.compile(r"\[[^\]]*\]|-?\d+(?:\.\d+)?")
 
 

@@ -74,7 +74,7 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
             depth=depth,
         )
 
-    # Without a `strict`: the strangers after those that are asked for are the distractors.
+    # zip without `strict`: the strangers that are left over are the distractors.
     return [
         draft(name, question, depth)
         for name, (_, question), depth in zip(strangers, chosen, text.depths, strict=False)

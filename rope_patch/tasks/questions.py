@@ -33,7 +33,7 @@ PROMPT = (
 DOCUMENT = "Document {i}:\n{document}"
 PREFIX = "Answer:"
 
-_MOST_LEFT_OUT = 20_000  # documents in turn that a control cannot have
+_MOST_LEFT_OUT = 20_000  # documents in a row that a control may have to skip
 _FIELDS = '{"question": "...", "answers": ["..."], "context": "..."}'
 
 

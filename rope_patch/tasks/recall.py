@@ -15,11 +15,11 @@ from typing import Any
 from rope_patch.tasks import samples
 
 ROOM = 2  # tokens that an answer may take, as in rp_recall.yaml; they count towards the length
-PAIRS = 8  # in a text, or as many as are asked for
+PAIRS = 8  # pairs of a key and its value in a text, at least
 NOISE = "!\"#$%&'()*+,-./"
 
-_WORDS = 1024  # tokenizers have their commonest words first
-_LEAST_WORDS = 4 * PAIRS  # keys and values, and as many others for the control
+_WORDS = 1024  # a tokenizer's commonest words, which come first
+_LEAST_WORDS = 4 * PAIRS  # words for keys and values, and as many others for the control
 
 
 def build(**metadata: Any) -> dict[str, Any]:

@@ -41,10 +41,10 @@ LINE_PREFIX = "Next line:"
 
 NO_LINE = ("", "```", "```python")  # lines that are no answer
 
-_LEAST_FILES = 50  # fewer are no standard library
+_LEAST_FILES = 50  # files; fewer are no standard library
 _LONGEST_NAME, _LONGEST_LINE = 32, 80  # characters
-_SIZES = range(5, 31)  # lines of a function that is asked for
-_LONGEST_FUNCTION = 80  # lines
+_SIZES = range(5, 31)  # lines that a function in question may have
+_LONGEST_FUNCTION = 80  # lines of the longest function that is read
 # fmt: off
 _EXCLUDED = {
     "__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data",
@@ -198,11 +198,11 @@ def _functions(name: str, source: str) -> tuple[_Function, ...]:
     """Return the functions of a file, and the methods of its classes."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in strings
+            warnings.simplefilter("ignore")  # old escapes in strings give warnings
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return ()
-    lines, functions = source.split("\n"), []  # other ends of lines do not count for ast
+    lines, functions = source.split("\n"), []  # ast counts no other ends of lines
     for node in tree.body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
         head = f"# {name}, class {node.name}" if isinstance(node, ast.ClassDef) else f"# {name}"

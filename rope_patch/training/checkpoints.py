@@ -62,7 +62,7 @@ def atomic_checkpoint(
     """
     temporary_folder = folder / _TEMPORARY
     if is_main:
-        shutil.rmtree(temporary_folder, ignore_errors=True)  # of a killed run
+        shutil.rmtree(temporary_folder, ignore_errors=True)  # a killed run left it
         temporary_folder.mkdir(parents=True)
     wait()
     with explain_write_errors(folder, f"{PREFIX}{step}"):
@@ -380,7 +380,8 @@ def _shards(folder: Path) -> Tensors:
         stored: Any = metadata[name]
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that one process reads, which is meant
+            # It warns that one process reads, as intended.
+            warnings.simplefilter("ignore", UserWarning)
             distributed_checkpoint.load(
                 {name: tensor}, storage_reader=FileSystemReader(folder), no_dist=True
             )

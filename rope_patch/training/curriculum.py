@@ -257,12 +257,12 @@ def _start_anew(stage_settings: Settings) -> None:
 
 
 def _publish(stage: Stage) -> None:
-    """Put the last stage's model where that of a recipe without stages is.
+    """Put the last stage's model where a recipe without stages has its model.
 
     Its files are linked where the file system allows, so that they take their space once.
     """
     target = stage.recipe_folder / checkpoints.MODEL
-    for leftover in stage.recipe_folder.glob(f".{checkpoints.MODEL}-*"):  # of a killed run
+    for leftover in stage.recipe_folder.glob(f".{checkpoints.MODEL}-*"):  # left by a killed run
         shutil.rmtree(leftover, ignore_errors=True)
     with checkpoints.explain_write_errors(stage.recipe_folder, "the finished model"):
         with tempfile.TemporaryDirectory(

@@ -26,7 +26,7 @@ from rope_patch.utils.provenance import peak_memory
 
 LOG = "log.jsonl"
 _LOSS_WINDOW = 20  # steps in the mean loss that a rise is measured from
-_MIN_STEPS = 5  # steps before the mean counts
+_MIN_STEPS = 5  # steps from which on the mean counts
 
 
 class TrainingStopped(ValueError):
@@ -199,7 +199,7 @@ def _describe_rows(rows: Sequence[dict[str, Any]]) -> str:
 
 
 SCORES = "retrieval.jsonl"
-_TASK = "rp_niah_single_2_ll"  # one forward pass a needle
+_TASK = "rp_niah_single_2_ll"  # its needles take one forward pass each
 _DEPTHS = [10, 50, 90]
 
 

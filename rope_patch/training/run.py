@@ -68,7 +68,7 @@ class TrainingRun:
         sharing = process_layout(accelerator)
         if (distillation := prepared.objective.distillation) is not None:
             _require_distillation(accelerator)
-            distillation.place(accelerator, accelerator.num_processes // sharing.reader_count)
+            distillation.to_device(accelerator, accelerator.num_processes // sharing.reader_count)
         self.context_parallel = sharing.context_parallel
         self._require_whole_sequences()
         batch = training.per_device_train_batch_size
@@ -132,14 +132,16 @@ class TrainingRun:
             generator=torch.Generator(),
         )
 
-    def reading_originals(self, batch: dict[str, Any]) -> Any:
-        """Return a context in which a micro-batch's loss is computed; see `Distillation.reading`.
+    def teacher_forward(self, batch: dict[str, Any]) -> Any:
+        """Return the context of a micro-batch's loss; see `Distillation.teacher_forward`.
 
         Args:
             batch: The micro-batch; only the model's inputs are left in it.
         """
         distillation = self.prepared.objective.distillation
-        return contextlib.nullcontext() if distillation is None else distillation.reading(batch)
+        if distillation is None:
+            return contextlib.nullcontext()
+        return distillation.teacher_forward(batch)
 
     def check_step(
         self,

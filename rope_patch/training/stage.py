@@ -124,7 +124,7 @@ ABOUT = (
     "A list of stages, in the file alone: each a mapping of keys that differ from the rest of the "
     "recipe, such as {length: 65536, max_steps: 1000}."
 )
-# Of these, a stage's own key takes the place of the recipe's other one.
+# Pairs of keys: a stage that sets one drops the other from the recipe.
 _ALTERNATIVES = (("factor", "length"), ("max_steps", "tokens"))
 _OF_THE_RECIPE = {
     "output_dir": "each stage gets a folder in the recipe's",

@@ -108,7 +108,7 @@ class LongContextTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss after the original model read what is distilled, if anything is."""
-        with self.run.reading_originals(inputs):
+        with self.run.teacher_forward(inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def clip_and_record_norm(self, *args: Any, **kwargs: Any) -> Any:

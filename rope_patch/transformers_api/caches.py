@@ -67,7 +67,7 @@ REROTATABLE_LAYERS: tuple[type, ...] = (
     ),
 )
 
-# With the keys of an indexer (sparse attention) beside the others; transformers 5.0 has none.
+# Layers that also hold the keys of an indexer (sparse attention); transformers 5.0 has none.
 INDEXED_LAYERS: tuple[type, ...] = _existing("DynamicIndexedLayer", "StaticIndexedLayer")
 
 

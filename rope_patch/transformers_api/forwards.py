@@ -34,9 +34,9 @@ CACHE_NAMES = ("cache", "past_key_values")
 TOKENS, EMBEDDINGS = "input_ids", "inputs_embeds"
 POSITIONS, MASK = "position_ids", "attention_mask"
 CACHE_OFFSET = "cache_offset"  # what an attention that runs in loops adds to its `layer_idx`
-CACHE = "a cache"  # in messages, as its name is not what counts
+CACHE = "a cache"  # messages say this, since the argument's name varies
 
-# By class, because asking takes longer than a small kernel. (Dynamo warns of `functools.cache`.)
+# Kept by class: inspect takes longer than a small kernel, and Dynamo warns of functools.cache.
 _PARAMETERS: dict[type, dict[str, inspect.Parameter]] = {}
 _CACHE_PARAMETERS: dict[type, str | None] = {}
 
@@ -233,7 +233,7 @@ def cache_arguments(model: nn.Module, cache: Any) -> dict[str, Any]:
 
 
 def unknown_forward(model: nn.Module, why: str, needed: Iterable[str]) -> Refused:
-    """Return the error for a model of which no forward takes all that a patch needs.
+    """Return the error for a model without a forward that takes all that a patch needs.
 
     Args:
         model: The model.

@@ -116,7 +116,7 @@ class PluginGroup:
         if key in self._problems:
             raise Refused(self._problems[key])
         if key not in self._values:
-            self._values[key] = None  # for a package that lists methods while it is imported
+            self._values[key] = None  # a package may list methods while it is imported
             try:
                 self._values[key] = entry.load()
             except (Exception, SystemExit) as error:

@@ -1,4 +1,9 @@
-"""Clients of engines: what they offer, over HTTP, one for each kind of server."""
+"""Clients of running engines, which are asked over HTTP how likely tokens are.
+
+`Engine` is what the comparison sees: `observe` a prompt's tokens, `write` what comes after it.
+`OpenAICompletions`, `SGLang` and `LlamaCppServer` speak the APIs of three kinds of server through
+`JsonClient`, which bounds what a server may do: its time, its answers' size, its redirects.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from email.message import Message
@@ -51,12 +56,21 @@ class Observation:
         scored = tuple(p for p in prompt.scored if log_probs.get(p) is not None)
         return cls(replace(prompt, scored=scored), tuple(log_probs[p] for p in scored))
 
+    @classmethod
+    def of_written(
+        cls, ids: tuple[int, ...], written: tuple[int, ...], log_probs: Iterable[float]
+    ) -> Observation:
+        """Return the observation of tokens that an engine wrote after a prompt."""
+        scored = tuple(range(len(ids), len(ids) + len(written)))
+        prompt = ProbePrompt("written", ids + written, scored, decoded_from=len(ids))
+        return cls(prompt, tuple(map(float, log_probs)))
+
 
 class Engine(ABC):
     """A running engine, asked for log-probabilities of tokens.
 
     Attributes:
-        name: What it is, for messages.
+        name: Its model and address, for messages.
         max_length: Tokens that it accepts; None if it does not say.
         vocab_size: Size of its vocabulary; None if it does not say.
         is_slow: Whether each scored token is a request of its own, so that few should be scored.
@@ -73,7 +87,7 @@ class Engine(ABC):
         Raises:
             CannotVerify: The engine does not answer, or not with log-probabilities.
         """
-        with self._explained():
+        with self._naming_the_engine():
             return self._observe(prompt)
 
     def write(self, ids: tuple[int, ...], count: int) -> Observation | None:
@@ -89,7 +103,7 @@ class Engine(ABC):
         Raises:
             CannotVerify: The engine does not answer, or in an unknown form.
         """
-        with self._explained():
+        with self._naming_the_engine():
             return self._write(ids, count)
 
     @abstractmethod
@@ -99,8 +113,8 @@ class Engine(ABC):
     def _write(self, ids: tuple[int, ...], count: int) -> Observation | None: ...
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Say which engine answers in a form that its client cannot read."""
+    def _naming_the_engine(self) -> Iterator[None]:
+        """Name the engine in an error of reading its answer."""
         try:
             yield
         except Refused:
@@ -112,7 +126,7 @@ class Engine(ABC):
             ) from error
 
 
-_LARGEST = 2**30  # bytes of an answer
+_MAX_ANSWER_BYTES = 2**30  # bytes of an answer that are read at most
 
 
 class CannotReach(CannotVerify):
@@ -147,10 +161,10 @@ class _OwnOriginOnly(urllib.request.HTTPRedirectHandler):
         headers: Message[str, str],
         newurl: str,
     ) -> urllib.request.Request | None:
-        """Return the next request.
+        """Return the request to the new address.
 
         Raises:
-            CannotVerify: It goes to another scheme, host or port.
+            CannotVerify: The new address has another scheme, host or port.
         """
         if _origin(newurl) != _origin(req.full_url):
             raise CannotVerify(
@@ -200,7 +214,7 @@ class JsonClient:
         Raises:
             CannotVerify: The server is not reachable, or answers with an error or no JSON.
         """
-        return self._ask(path, None)
+        return self._request(path, None)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Return the answer to a JSON body.
@@ -208,9 +222,9 @@ class JsonClient:
         Raises:
             CannotVerify: See `get`.
         """
-        return self._ask(path, json.dumps(body).encode())
+        return self._request(path, json.dumps(body).encode())
 
-    def _ask(self, path: str, body: bytes | None) -> Any:
+    def _request(self, path: str, body: bytes | None) -> Any:
         url = f"{self.url}{path}"
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._api_key:
@@ -258,10 +272,10 @@ class JsonClient:
         def read_answer() -> None:
             try:
                 with self._opener.open(request, timeout=max(left, 1e-3)) as answer:
-                    outcome.append(_read_until(answer, is_late))
+                    outcome.append(_read_body(answer, is_late))
             except urllib.error.HTTPError as error:
                 try:
-                    detail = _detail(_read_until(error, is_late))
+                    detail = _error_message(_read_body(error, is_late))
                     outcome.append(HttpError(request.full_url, error.code, detail))
                 except Exception as second:
                     outcome.append(second)
@@ -285,24 +299,24 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
     """Return scheme, host and port of an address.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is no address.
     """
     parts = urllib.parse.urlsplit(url)
     standard = {"http": 80, "https": 443}.get(parts.scheme)
     return parts.scheme, parts.hostname, standard if parts.port is None else parts.port
 
 
-def _read_until(answer: Any, is_late: threading.Event) -> bytes:
-    """Return a body, up to `_LARGEST` bytes of it."""
+def _read_body(answer: Any, is_late: threading.Event) -> bytes:
+    """Return a body: what came in time, up to `_MAX_ANSWER_BYTES` bytes."""
     parts: list[bytes] = []
     size = 0
-    while not is_late.is_set() and size < _LARGEST and (part := answer.read1(1 << 20)):
+    while not is_late.is_set() and size < _MAX_ANSWER_BYTES and (part := answer.read1(1 << 20)):
         parts.append(part)
         size += len(part)
     return b"".join(parts)
 
 
-def _detail(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """Return the message in an error's body."""
     text = body.decode(errors="replace")
     try:
@@ -315,10 +329,13 @@ def _detail(body: bytes) -> str:
     return one_line(answer)
 
 
-_COMPLETIONS = "/v1/completions"
-# How a prompt's log-probabilities are asked for: OpenAI's form, and vLLM's.
-_FORMS: tuple[dict[str, Any], ...] = ({"echo": True, "logprobs": 1}, {"prompt_logprobs": 0})
-_TOKEN_ID = "token_id:"  # how vLLM writes ids in place of texts
+_COMPLETIONS_PATH = "/v1/completions"
+# Fields that ask for a prompt's log-probabilities: OpenAI's, and vLLM's own.
+_LOG_PROB_FIELDS: tuple[dict[str, Any], ...] = (
+    {"echo": True, "logprobs": 1},
+    {"prompt_logprobs": 0},
+)
+_TOKEN_ID = "token_id:"  # begins a token that vLLM gives as its id, not its text
 
 
 class OpenAICompletions(Engine):
@@ -337,7 +354,7 @@ class OpenAICompletions(Engine):
         try:
             answer = client.get("/v1/models")
         except HttpError as error:
-            raise _explain(error, 0) from error
+            raise _with_advice(error, 0) from error
         cards = answer.get("data") if isinstance(answer, dict) else None
         names = [card["id"] for card in cards or [] if isinstance(card, dict) and "id" in card]
         if not names or (model is not None and model not in names):
@@ -349,21 +366,21 @@ class OpenAICompletions(Engine):
         card = cards[names.index(self.model)]  # type: ignore[index]
         self.max_length = card.get("max_model_len")
         self.name = f"{one_line(self.model)} at {client.url}"
-        self._forms = _FORMS
-        self._least_tokens = 0  # that the server lets one ask for
+        self._log_prob_fields = _LOG_PROB_FIELDS
+        self._least_tokens = 0  # fewest tokens that the server writes for a request
 
     def _observe(self, prompt: ProbePrompt) -> Observation:
         refusal = None
-        for form in self._forms:
-            body = {"prompt": list(prompt.ids), **form}
+        for fields in self._log_prob_fields:
+            body = {"prompt": list(prompt.ids), **fields}
             try:
                 answer = self._complete(body, self._least_tokens)
             except HttpError as error:  # vLLM without a tokenizer refuses to echo
-                refusal = refusal or _explain(error, len(prompt.ids))
+                refusal = refusal or _with_advice(error, len(prompt.ids))
                 continue
-            log_probs = _echoed(answer, prompt.ids) or _prompt_log_probs(answer, prompt.ids)
+            log_probs = _echo_log_probs(answer, prompt.ids) or _vllm_log_probs(answer, prompt.ids)
             if log_probs is not None:
-                self._forms = (form,)
+                self._log_prob_fields = (fields,)
                 return Observation.of(prompt, log_probs)
         raise refusal or CannotVerify(
             f"{self.name} answers without log-probabilities of the prompt's tokens, expected "
@@ -376,15 +393,13 @@ class OpenAICompletions(Engine):
         try:
             answer = self._complete({**body, "ignore_eos": True}, count)
         except HttpError as error:
-            raise _explain(error, len(ids) + count) from error
+            raise _with_advice(error, len(ids) + count) from error
         log_probs = answer.get("logprobs") or {}
         tokens, values = log_probs.get("tokens"), log_probs.get("token_logprobs")
         if not tokens or not values or not all(str(t).startswith(_TOKEN_ID) for t in tokens):
             return None
         written = tuple(int(str(token).removeprefix(_TOKEN_ID)) for token in tokens)
-        scored = tuple(range(len(ids), len(ids) + len(written)))
-        prompt = ProbePrompt("written", ids + written, scored, decoded_from=len(ids))
-        return Observation(prompt, tuple(map(float, values)))
+        return Observation.of_written(ids, written, values)
 
     def _complete(self, body: dict[str, Any], max_tokens: int) -> dict[str, Any]:
         """Return the first choice; ask for one token where a server writes no fewer.
@@ -394,22 +409,22 @@ class OpenAICompletions(Engine):
         """
         body = {"model": self.model, "temperature": 0.0, **body}
         try:
-            answer = self._client.post(_COMPLETIONS, {**body, "max_tokens": max_tokens})
+            answer = self._client.post(_COMPLETIONS_PATH, {**body, "max_tokens": max_tokens})
         except HttpError as error:
             if max_tokens > 0 or "max_tokens" not in error.detail:
                 raise
             self._least_tokens = 1
-            answer = self._client.post(_COMPLETIONS, {**body, "max_tokens": 1})
+            answer = self._client.post(_COMPLETIONS_PATH, {**body, "max_tokens": 1})
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not choices or not isinstance(choices[0], dict):
             raise CannotVerify(
-                f"{self._client.url}{_COMPLETIONS} answered without choices, expected OpenAI's "
-                "completions: give the address of an engine's own server"
+                f"{self._client.url}{_COMPLETIONS_PATH} answered without choices, expected "
+                "OpenAI's completions: give the address of an engine's own server"
             )
         return choices[0]
 
 
-def _explain(error: HttpError, tokens: int) -> CannotVerify:
+def _with_advice(error: HttpError, tokens: int) -> CannotVerify:
     """Return an error that says what to do about a server's refusal."""
     if error.status in (401, 403):
         return error
@@ -424,16 +439,16 @@ def _explain(error: HttpError, tokens: int) -> CannotVerify:
     return CannotVerify(f"{error}: {fix}")
 
 
-def _echoed(choice: dict[str, Any], ids: tuple[int, ...]) -> dict[int, float] | None:
-    """Return the log-probabilities that an echo has, by index; None without."""
+def _echo_log_probs(choice: dict[str, Any], ids: tuple[int, ...]) -> dict[int, float] | None:
+    """Return the log-probabilities of an echoed prompt, by index; None without an echo."""
     values = (choice.get("logprobs") or {}).get("token_logprobs")
     if not isinstance(values, list) or len(values) < len(ids) or values[0] is not None:
         return None
     return {i: float(v) for i, v in enumerate(values[: len(ids)]) if v is not None}
 
 
-def _prompt_log_probs(choice: dict[str, Any], ids: tuple[int, ...]) -> dict[int, float] | None:
-    """Return the log-probabilities in vLLM's own field, by index; None without."""
+def _vllm_log_probs(choice: dict[str, Any], ids: tuple[int, ...]) -> dict[int, float] | None:
+    """Return the log-probabilities in vLLM's own field, by index; None without the field."""
     entries = choice.get("prompt_logprobs")
     if not isinstance(entries, list) or len(entries) != len(ids):
         return None
@@ -444,7 +459,7 @@ def _prompt_log_probs(choice: dict[str, Any], ids: tuple[int, ...]) -> dict[int,
     return log_probs
 
 
-_GENERATE = "/generate"
+_GENERATE_PATH = "/generate"
 
 
 class SGLang(Engine):
@@ -472,9 +487,7 @@ class SGLang(Engine):
     def _write(self, ids: tuple[int, ...], count: int) -> Observation:
         entries = self._generate(ids, count, "output_token_logprobs")
         written = tuple(int(entry[1]) for entry in entries)
-        scored = tuple(range(len(ids), len(ids) + len(written)))
-        prompt = ProbePrompt("written", ids + written, scored, decoded_from=len(ids))
-        return Observation(prompt, tuple(float(entry[0]) for entry in entries))
+        return Observation.of_written(ids, written, (entry[0] for entry in entries))
 
     def _generate(self, ids: tuple[int, ...], count: int, field: str) -> list[Any]:
         sampling = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
@@ -484,7 +497,7 @@ class SGLang(Engine):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = self._client.post(_GENERATE, body)
+        answer = self._client.post(_GENERATE_PATH, body)
         entries = (answer.get("meta_info") or {}).get(field) if isinstance(answer, dict) else None
         if not entries:
             raise CannotVerify(
@@ -494,7 +507,7 @@ class SGLang(Engine):
         return entries
 
 
-_COMPLETION = "/completion"
+_COMPLETION_PATH = "/completion"
 
 
 class LlamaCppServer(Engine):
@@ -513,7 +526,7 @@ class LlamaCppServer(Engine):
         self._client = client
         settings = properties.get("default_generation_settings") or {}
         self.max_length = settings.get("n_ctx")
-        self.vocab_size = _vocabulary(client)
+        self.vocab_size = _vocabulary_size(client)
         self.name = f"llama.cpp at {client.url}"
 
     def _observe(self, prompt: ProbePrompt) -> Observation:
@@ -527,9 +540,7 @@ class LlamaCppServer(Engine):
     def _write(self, ids: tuple[int, ...], count: int) -> Observation:
         tokens = self._complete(ids, n_predict=count, n_probs=1, ignore_eos=True)
         written = tuple(int(token["id"]) for token in tokens)
-        scored = tuple(range(len(ids), len(ids) + len(written)))
-        prompt = ProbePrompt("written", ids + written, scored, decoded_from=len(ids))
-        return Observation(prompt, tuple(float(token["logprob"]) for token in tokens))
+        return Observation.of_written(ids, written, (token["logprob"] for token in tokens))
 
     def _next_tokens(self, ids: tuple[int, ...]) -> dict[int, float]:
         """Return the log-probability of each next token; every one, since any may be scored."""
@@ -539,7 +550,7 @@ class LlamaCppServer(Engine):
 
     def _complete(self, ids: tuple[int, ...], **fields: Any) -> list[dict[str, Any]]:
         body = {"prompt": list(ids), "temperature": 0.0, "cache_prompt": True, **fields}
-        answer = self._client.post(_COMPLETION, body)
+        answer = self._client.post(_COMPLETION_PATH, body)
         tokens = answer.get("completion_probabilities") if isinstance(answer, dict) else None
         if not tokens:
             raise CannotVerify(
@@ -549,7 +560,7 @@ class LlamaCppServer(Engine):
         return tokens
 
 
-def _vocabulary(client: JsonClient) -> int | None:
+def _vocabulary_size(client: JsonClient) -> int | None:
     """Return the size of the vocabulary; None if the server does not say."""
     try:
         answer = client.get("/v1/models")

@@ -36,7 +36,7 @@ from rope_patch.utils.errors import Refused
 _THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 _T = TypeVar("_T")
 _METHODS: tuple[type[Method], ...] = (Linear, YaRN, NTK)
-_UNASKED_FACTORS = (2.0, 4.0)  # of scalings that nobody asked for
+_UNASKED_FACTORS = (2.0, 4.0)  # factors that are tried where no extension was asked for
 
 
 def make_hypotheses(asked: AskedRotation, longest: int) -> list[Hypothesis]:

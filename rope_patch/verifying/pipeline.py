@@ -25,8 +25,8 @@ from rope_patch.verifying.verification import Verification, VerifyRequest
 
 logger = logging.getLogger("rope_patch")
 
-_WRITTEN = 64  # tokens that an engine writes across the trained length
-_SLOW_TOKENS = 24  # of a prompt, where each costs a request
+_WRITTEN = 64  # tokens that an engine writes, across the trained length
+_SLOW_TOKENS = 24  # scored tokens of a prompt, where each costs a request
 
 
 def verify(

@@ -11,7 +11,7 @@ from typing import Any
 from rope_patch.tasks.texts import read_text
 
 PAIR = "pair"
-_SEGMENT = 24  # tokens of a repeated segment at least
+_SEGMENT = 24  # least tokens of a segment that is repeated
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from rope_patch.verifying.hypotheses import WRAPS, AskedRotation, Hypothesis
 from rope_patch.verifying.probe_prompts import PAIR, ProbePrompt, PromptMaker
 from rope_patch.verifying.verdict import LEAST
 
-_CHUNK = 2**25  # numbers in the log-softmax at once
+_CHUNK = 2**25  # numbers that a log-softmax computes at once
 
 
 class Reference:
@@ -228,8 +228,8 @@ def open_subject(
 
 
 _PAIRS = 16
-_OTHER_MODEL = 1.5  # nats a token: more than weights of four bits lose
-_QUIET = 1e-3  # nats a token: too little to look for an attention factor in it
+_OTHER_MODEL = 1.5  # nats a token: more than weights of four bits lose, so another model answers
+_QUIET = 1e-3  # nats a token: too little noise to look for an attention factor in it
 
 
 def measure_noise(

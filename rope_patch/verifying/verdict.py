@@ -16,13 +16,13 @@ ROTATES_AS_ASKED, ROTATES_OTHERWISE, CANNOT_TELL = "as-asked", "another", "canno
 EXIT_CODES = {ROTATES_AS_ASKED: 0, ROTATES_OTHERWISE: 1, CANNOT_TELL: 2}
 
 # Float32 tables of two libraries differ by up to 6e-4 nats in a token.
-_SAME = 2e-3  # nats; predictions closer than this are one
-_LEAST_MARGIN = 10.0  # nats
-_ERRORS = 4.0  # standard errors
-_QUIET = 5e-3  # nats a token that need no explanation
-_NOISE = 4.0  # times the noise without rotation that noise with rotation may be
-_SHARE = 0.1  # of the way to the next hypothesis that the rest may be
-_LEAN = 0.25  # of the way that the engine may lean towards a ruled-out hypothesis
+_SAME_PREDICTION = 2e-3  # nats; predictions that differ by less count as the same
+_LEAST_MARGIN = 10.0  # nats of likelihood by which a hypothesis must lose to be ruled out
+_CERTAIN_ERRORS = 4.0  # standard errors by which a comparison must be certain
+_NEGLIGIBLE_REST = 5e-3  # nats a token; a smaller rest needs no explanation
+_MAX_REST_OVER_NOISE = 4.0  # times the noise without rotation that the rest may be
+_MAX_REST_SHARE = 0.1  # share of the difference to the next hypothesis that the rest may be
+_MAX_LEAN = 0.25  # most that the engine may lean towards a hypothesis that is ruled out, 0 to 1
 
 
 @dataclass(frozen=True)
@@ -116,24 +116,28 @@ def judge(evidence: Evidence, noise: float) -> Verdict:
 
 def _is_ruled_out(rival: Rival) -> bool:
     return (
-        rival.apart >= _SAME
+        rival.apart >= _SAME_PREDICTION
         and rival.margin >= _LEAST_MARGIN
-        and rival.place + _ERRORS * rival.uncertainty < 0.5
+        and rival.place + _CERTAIN_ERRORS * rival.uncertainty < 0.5
     )
 
 
 def _is_explained(rest: float, noise: float, rivals: dict[str, Rival], closest: str) -> bool:
     """Return whether what is left is noise, and leans towards no other hypothesis."""
-    others = [rival for name, rival in rivals.items() if name != closest and rival.apart >= _SAME]
+    others = [
+        rival
+        for name, rival in rivals.items()
+        if name != closest and rival.apart >= _SAME_PREDICTION
+    ]
     nearest = min((rival.apart for rival in others), default=0.0)
-    if rest > max(_QUIET, _NOISE * noise, _SHARE * nearest):
+    if rest > max(_NEGLIGIBLE_REST, _MAX_REST_OVER_NOISE * noise, _MAX_REST_SHARE * nearest):
         return False
-    return all(abs(each.place) - _ERRORS * each.uncertainty <= _LEAN for each in others)
+    return all(abs(each.place) - _CERTAIN_ERRORS * each.uncertainty <= _MAX_LEAN for each in others)
 
 
-LEAST = -15.0  # nats; below it, log-probabilities are noise of 16-bit logits
-_BLOCK = 32  # neighbouring tokens, whose noise may be common
-_FREEDOM = 4.0  # of Student's t, whose tails forgive a few odd tokens
+LEAST = -15.0  # nats; lower log-probabilities are noise of 16-bit logits
+_BLOCK = 32  # neighbouring tokens whose noise may be common
+_FREEDOM = 4.0  # degrees of freedom of Student's t, whose tails forgive a few odd tokens
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from rope_patch.utils.errors import Refused, text_html
 from rope_patch.verifying.hypotheses import Hypothesis
 from rope_patch.verifying.verdict import CANNOT_TELL, EXIT_CODES, ROTATES_AS_ASKED, Verdict
 
-_FEW = 12  # hypotheses in the text
+_FEW = 12  # hypotheses that the text lists
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Verification:
         return text_html(str(self))
 
 
-_LONGEST = 4096  # tokens, unless given
+_LONGEST = 4096  # tokens of the longest prompt unless given
 _SHORTEST = 64
 
 

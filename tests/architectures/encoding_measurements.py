@@ -131,19 +131,19 @@ def _assert_effect(model_type: str, model: Any, handle: Any) -> None:
             assert (text_output(model, length) - long).abs().max() > 1e-6
         handle.apply()
         return
-    new = [site.table[site.sighting.first_row :].double().numpy() for site in plan.sites]
+    new = [site.table[site.detected.first_row :].double().numpy() for site in plan.sites]
     built = tiny_text_model(model_type, **plan.config_fields)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     handle.undo()
     own = dict(model.named_parameters())
     names = {name: site for site in plan.sites for name, p in own.items() if p is site.table}
     for site, table in zip(plan.sites, new, strict=True):
-        old, first = site.table.double().numpy(), site.sighting.first_row
+        old, first = site.table.double().numpy(), site.detected.first_row
         if site.kind == "sinusoidal":  # every other position is one that it had
             halves = table[:length:FACTOR]
             np.testing.assert_allclose(halves, old[first : first + trained], atol=2e-4)
     for name, site in names.items():
-        old, first = site.table.double().numpy(), site.sighting.first_row
+        old, first = site.table.double().numpy(), site.detected.first_row
         if site.kind == "learned":
             rows, used = np.arange(length) / FACTOR, old[first : first + trained]
             columns = [np.interp(rows, np.arange(trained), column) for column in used.T]

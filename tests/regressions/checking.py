@@ -54,7 +54,7 @@ DEFECTS = [
     Defect(
         "uneven factors of a config count as frequencies that were lost",
         "rope_patch/diagnosing/live_checks.py",
-        "            continue  # as transformers computes them, however odd the config's factors are\n",
+        "            continue  # transformers computes the same, however odd the config's factors\n",
         "            pass\n",
         (
             f"{_CHECKS}/test_initialisation.py::test_uneven_factors_of_a_config_are_not_lost_frequencies",

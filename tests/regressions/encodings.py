@@ -14,7 +14,7 @@ DEFECTS = [
             return False  # self.indexer(..., attention_mask, ...)
     assigned = [node for node in nodes if isinstance(node, ast.Assign) and _assigns(node, MASK)]
     changes = [node for node in nodes if _is_name(node, MASK) and isinstance(node.ctx, ast.Store)]
-    if len(changes) > len(assigned):  # by another statement, such as +=
+    if len(changes) > len(assigned):  # another statement changes it, such as +=
         return False
     given += [node.value for node in assigned]
 """,

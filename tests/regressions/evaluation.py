@@ -202,9 +202,9 @@ DEFECTS = [
     Defect(
         "methods are ranked by few right answers, where likelihoods tell them apart",
         "rope_patch/evaluation/report/verdict.py",
-        "            return (loss.mean.estimate if loss else math.inf, price)\n",
+        "            return (loss.mean.estimate if loss else math.inf, within)\n",
         "            accuracy = stats.accuracy(label, None, (length,))\n"
-        "            return (-accuracy.estimate if accuracy else 0.0, price)\n",
+        "            return (-accuracy.estimate if accuracy else 0.0, within)\n",
         (
             "tests/evaluation/report/test_ranking.py::test_methods_are_sorted_by_the_likelihood_of_right_answers",
         ),

@@ -56,8 +56,8 @@ DEFECTS = [
     Defect(
         "generation stops at an answer that its next token may change",
         "rope_patch/tasks/settled.py",
-        "_GUARD = 2 ",
-        "_GUARD = 0 ",
+        "_UNSETTLED_END = 2\n",
+        "_UNSETTLED_END = 0\n",
         ("tests/tasks/test_scoring.py::test_no_continuation_changes_a_settled_score",),
     ),
     Defect(

@@ -241,7 +241,7 @@ DEFECTS = [
     Defect(
         "a line of a small .gz is cut where it is larger than any document may be",
         "rope_patch/training/data/readers.py",
-        "                if len(line) > _MOST:\n",
+        "                if len(line) > _MAX_DOCUMENT_BYTES:\n",
         "                if False:\n",
         (
             "tests/training/data/test_documents.py::test_a_small_file_that_holds_much_is_refused_before_memory_is_full",

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from rope_patch import tasks
 from rope_patch.evaluation import LongContextLM
 from rope_patch.evaluation.measures import lm_eval_tasks
-from rope_patch.tasks import decided_part, rule_of
+from rope_patch.tasks import settled_part, stop_rule
 
 
 class Task(NamedTuple):
@@ -262,13 +262,13 @@ def test_generation_that_stops_early_scores_as_all_of_it(name):
     """Right answers, and those of other samples, which are wrong."""
     config = tasks.config(name)
     docs = built(name)[:3]
-    rule, until = rule_of(config["process_results"]), config["generation_kwargs"]["until"]
+    rule, until = stop_rule(config["process_results"]), config["generation_kwargs"]["until"]
     ends = ("\n\nUser: and so on", ", and so on", "5 and so on", " and so on", "_and so on")
     stopped = set()
     for doc in docs:
         for whole in (f" {other['target']}{end}" for other in docs for end in ends):
             stops = (
-                n for n in range(len(whole)) if rule(doc, decided_part(whole[:n], tuple(until)))
+                n for n in range(len(whole)) if rule(doc, settled_part(whole[:n], tuple(until)))
             )
             end = next(stops, len(whole))
             answers = [whole[:end], whole]

@@ -8,7 +8,7 @@ from helpers.built_tasks import rows, score_of
 from lm_eval.tasks.ruler.common_utils import string_match_all, string_match_part
 
 from rope_patch import tasks
-from rope_patch.tasks import decided_part, rule_of
+from rope_patch.tasks import settled_part, stop_rule
 
 # --- RULER's: NVIDIA's published rules, written out here anew -------------------------------------
 
@@ -251,7 +251,7 @@ def test_no_continuation_changes_a_settled_score(name):
     """Texts are random pieces of right and wrong answers; some are settled before their end."""
     answers, target, pieces = SETTLED[name]
     doc, score = {"answers": answers, "target": target}, tasks.config(name)["process_results"]
-    rule, rng = rule_of(score), random.Random(0)
+    rule, rng = stop_rule(score), random.Random(0)
     separators, early = ["", "", " ", " ", "\n"], {0.0: 0, 1.0: 0}
     for _ in range(3000):
         parts = [rng.choice(pieces) + rng.choice(separators) for _ in range(rng.randint(1, 7))]
@@ -275,7 +275,7 @@ def test_every_scoring_of_generated_answers_has_a_rule_of_its_own():
         if config["output_type"] == "generate_until"
     }
     assert functions == {tasks.config(name)["process_results"] for name in SETTLED}
-    assert len({rule_of(function) for function in functions}) == len(SETTLED)
+    assert len({stop_rule(function) for function in functions}) == len(SETTLED)
 
 
 @pytest.mark.parametrize(
@@ -288,4 +288,4 @@ def test_every_scoring_of_generated_answers_has_a_rule_of_its_own():
     ],
 )
 def test_an_end_that_the_next_token_may_change_decides_nothing(text, stops, expected):
-    assert decided_part(text, stops) == expected
+    assert settled_part(text, stops) == expected

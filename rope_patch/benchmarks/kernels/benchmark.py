@@ -72,7 +72,7 @@ COPY, COPY_KERNEL = "copy", "copy-kernel"
 COPIES = (COPY, COPY_KERNEL)
 _COPY_TITLES = {COPY: "copy", COPY_KERNEL: "copy, Triton kernel"}
 _LISTS = ("cases", "kept", "steps", "launches")
-_NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # as `json_safe` writes them
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # how `json_safe` writes numbers that are not finite
 
 _LENGTHS = {"cuda": (1, 1024, 8192, 131072), "cpu": (1, 128, 1024)}
 _DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
@@ -88,9 +88,9 @@ _LEFT_OUT = {"cuda": ("ours-tables", "ours-reference", "fla"), "cpu": ()}
 ALL_LENGTHS = (1, 128, 1024, 8192, 32768, 131072)
 _ALL_BATCHES = (1, 4)
 
-_SAVED_LENGTH = {"cuda": 8192, "cpu": 64}  # tokens
+_SAVED_LENGTH = {"cuda": 8192, "cpu": 64}  # tokens where what is saved for backward is measured
 _PACKAGES = ("triton", "liger-kernel", "fla-core")
-_STEP_REPEATS = 5  # at most: each is of many tokens
+_STEP_REPEATS = 5  # repeats of a model's step at most, since each is long
 
 # Memory of a problem, as multiples of N: per sample with its copies, and per implementation. On a
 # GPU a shortage is an error to report; on a CPU the process would die, so assume the largest need.

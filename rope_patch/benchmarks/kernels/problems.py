@@ -19,15 +19,15 @@ LAYOUTS = {
     BHSD: "as views, but gradients are contiguous in [B, H, S, D], as eager attention makes them",
 }
 
-_DECODED_AT = 4096  # where a single token stands
+_DECODED_AT = 4096  # position of the token in problems of a single one
 _SEED = 0
-_WEIGHT_STD = 0.1  # of norm weights around 1
+_WEIGHT_STD = 0.1  # standard deviation of norm weights, whose mean is 1
 
 # Largest relative error against float64, by dtype: a few times its rounding and that of cos and
 # sin. In float32 transformers' angles, products in that precision, are off by more than rounding.
 TOLERANCES = {torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
-_CHUNK_ELEMENTS = 2**24  # elements in float64 at once
+_CHUNK_ELEMENTS = 2**24  # elements that exist in float64 at once
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ _MARKERS = dict(zip(COLOURS, "osD^vPX<>*hp", strict=True))
 _WIDE_WIDTH = 640  # pixels from which two panels are side by side
 _HIGH, _ABOVE, _BELOW, _LINE = 200, 40, 52, 21  # pixels; the last is a line of the legend
 
-_TALL = 160  # percent; points that a cache makes faster may leave the panel
+_TALL = 160  # percent at the panel's upper end; points that a cache makes faster may leave it
 
 Case = dict[str, Any]
 Points = dict[str, list[tuple[int, float]]]

@@ -33,7 +33,7 @@ from rope_patch.encodings.sites.slopes import SlopesSite
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
 
-_LEAST = 0.01  # KERPLE's parameters stay at or above it
+_LEAST = 0.01  # lower bound of KERPLE's parameters
 _KERPLE = ("log", "power")
 
 
@@ -126,7 +126,7 @@ class T5Bias(BiasEncoding):
         bidirectional: bool,
         num_buckets: int,
         max_distance: int,
-        tokens: torch.Tensor | None = None,  # for the patch that replaces the function
+        tokens: torch.Tensor | None = None,  # unused here; the patch's replacement takes it
     ) -> torch.Tensor:
         return t5_bucket(
             relative, bidirectional=bidirectional, buckets=num_buckets, max_distance=max_distance

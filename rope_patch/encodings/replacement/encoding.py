@@ -94,8 +94,8 @@ class Encoding(nn.Module, ABC):
     """
 
     name: ClassVar[str]  # set by `register_encoding`
-    reads_slots: ClassVar[bool] = False  # distances are counted in slots of the cache
-    handle: Any = None  # the `EncodedModel`
+    reads_slots: ClassVar[bool] = False  # whether distances are counted in slots of the cache
+    handle: Any = None  # the `EncodedModel`, once the encoding is in a model
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer rotates its queries and keys."""

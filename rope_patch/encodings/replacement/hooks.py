@@ -32,7 +32,7 @@ from rope_patch.utils.errors import Refused
 BY_MASK = ("eager", "sdpa")
 BY_BIAS = ("flex_attention",)
 _ROTATION = "position_embeddings"
-_TAKES_POSITIONS: dict[Any, bool] = {}  # by class of caches
+_TAKES_POSITIONS: dict[Any, bool] = {}  # whether a class of caches takes positions
 
 
 class SharedTensors:

@@ -18,7 +18,7 @@ from rope_patch.encodings.replacement.encoding import (
     require_count,
     require_positive,
 )
-from rope_patch.encodings.sites.probe import TableSighting
+from rope_patch.encodings.sites.probe import DetectedTable
 from rope_patch.encodings.sites.site import Site, Stretch
 from rope_patch.encodings.sites.table import LearnedTableSite
 from rope_patch.encodings.tables import (
@@ -34,7 +34,7 @@ from rope_patch.encodings.tables import (
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
 
-_LONGEST = 2**16  # positions that digits tell apart unless their count is given
+_LONGEST = 2**16  # positions that digits tell apart, unless their number is given
 
 
 @register_encoding("none")
@@ -265,8 +265,8 @@ class LearnedTable(AbsoluteEncoding):
 
     def sites(self, name: str) -> Sequence[Site]:
         table = f"{name}.table"
-        sighting = TableSighting(table, "weight", 0, (), (), self.table.weight)
-        return [LearnedTableSite(table, self.table, sighting)]
+        detected = DetectedTable(table, "weight", 0, (), (), self.table.weight)
+        return [LearnedTableSite(table, self.table, detected)]
 
     def describe(self) -> str:
         return f"embeddings get a trained row for each of {self.table.num_embeddings:,} positions"

@@ -17,7 +17,8 @@ from rope_patch.utils.errors import Refused
 
 _MASKS = ("mask", "attention_mask")  # what attentions call the mask that they are given
 FUNCTION = "_relative_position_bucket"
-MAX_DISTANCE = "relative_attention_max_distance"  # of T5's configs and attentions
+# A field of T5's configs, and an attribute of its attentions.
+MAX_DISTANCE = "relative_attention_max_distance"
 
 
 def owns_buckets(module: nn.Module) -> bool:
@@ -47,7 +48,7 @@ class BucketsSite(Site):
         "dynamic-linear",
     )
 
-    function: ClassVar[str] = FUNCTION  # of the module, which a patch wraps
+    function: ClassVar[str] = FUNCTION  # name of the module's function that a patch wraps
     limit: ClassVar[str] = MAX_DISTANCE
 
     def __post_init__(self) -> None:

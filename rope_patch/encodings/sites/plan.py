@@ -16,7 +16,7 @@ from rope_patch.encodings.sites.buckets import (
     InputBucketsSite,
 )
 from rope_patch.encodings.sites.probe import UnknownEncoding, probe, text_model, transformers_model
-from rope_patch.encodings.sites.site import Sightings, Site, Stretch, refusal_reason
+from rope_patch.encodings.sites.site import DetectedPositions, Site, Stretch, refusal_reason
 from rope_patch.encodings.sites.slopes import SlopesSite
 from rope_patch.encodings.sites.table import LearnedTableSite, SinusoidalTableSite, TableSite
 from rope_patch.extension import Extension, resolve_factor_and_length
@@ -70,16 +70,16 @@ def find_sites(model: PreTrainedModel) -> list[Site]:
         )
     if reason := refusal_reason(model):
         raise Refused(f"{type(model).__name__} is not extended: {reason}")
-    sightings = probe(model)
-    if sightings.unread:
+    detected = probe(model)
+    if detected.unread:
         raise Refused(
-            f"{type(model).__name__} is not extended: {' and '.join(sightings.unread)} grows with "
+            f"{type(model).__name__} is not extended: {' and '.join(detected.unread)} grows with "
             "its length, too, and a text alone does not show which rows it reads"
         )
     return [
-        *_tables(model, sightings),
-        *_slopes(model, sightings),
-        *_buckets(model, sightings),
+        *_tables(model, detected),
+        *_slopes(model, detected),
+        *_buckets(model, detected),
     ]
 
 
@@ -189,35 +189,35 @@ def _selected(sites: list[Site], extension: Extension) -> list[Site]:
     return [site for site in sites if site.part in extension.layer_types]
 
 
-def _tables(model: PreTrainedModel, sightings: Sightings) -> Iterator[Site]:
-    for sighting in sightings.tables:
-        module = model.get_submodule(sighting.module)
-        sinusoidal = SinusoidalTableSite.of(sighting.module, module, sighting)
-        yield sinusoidal or LearnedTableSite(sighting.module, module, sighting)
+def _tables(model: PreTrainedModel, detected: DetectedPositions) -> Iterator[Site]:
+    for table in detected.tables:
+        module = model.get_submodule(table.module)
+        sinusoidal = SinusoidalTableSite.of(table.module, module, table)
+        yield sinusoidal or LearnedTableSite(table.module, module, table)
 
 
-def _slopes(model: PreTrainedModel, sightings: Sightings) -> Iterator[Site]:
-    names = {sighting.module for sighting in sightings.slopes}
-    for sighting in sightings.slopes:
-        if any(sighting.module.startswith(f"{other}.") for other in names):
+def _slopes(model: PreTrainedModel, detected: DetectedPositions) -> Iterator[Site]:
+    names = {bias.module for bias in detected.slopes}
+    for bias in detected.slopes:
+        if any(bias.module.startswith(f"{other}.") for other in names):
             continue
-        layers = sighting.module.rpartition(".")[0]
+        layers = bias.module.rpartition(".")[0]
         heads = model.config.num_attention_heads
         yield SlopesSite(
             layers,
             model.get_submodule(layers),
-            sighting.argument,
+            bias.argument,
             heads,
             model.config.hidden_size // heads,
-            sighting.from_end,
+            bias.from_end,
         )
 
 
-def _buckets(model: PreTrainedModel, sightings: Sightings) -> Iterator[Site]:
-    for sighting in sightings.buckets:
-        owner, _, table = sighting.module.rpartition(".")
+def _buckets(model: PreTrainedModel, detected: DetectedPositions) -> Iterator[Site]:
+    for found in detected.buckets:
+        owner, _, table = found.module.rpartition(".")
         first = model.get_submodule(owner)
-        if sighting.shape[0] != sighting.shape[1]:
+        if found.shape[0] != found.shape[1]:
             # A window has no distances that a longer text would add (LongT5's encoder).
             if hasattr(first, "compute_side_bias"):
                 yield BlockBucketsSite(owner, first)

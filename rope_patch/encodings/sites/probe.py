@@ -12,7 +12,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from rope_patch.encodings.sites.site import BiasSighting, BucketSighting, Sightings, TableSighting
+from rope_patch.encodings.sites.site import (
+    DetectedBias,
+    DetectedBuckets,
+    DetectedPositions,
+    DetectedTable,
+)
 from rope_patch.transformers_api.models import set_attention_implementation
 from rope_patch.utils.errors import Refused, one_line
 
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Matrix = tuple[str, nn.Module, str]  # a module's name, the module, and the matrix's name in it
-TOKENS = 6  # in the text that the copy reads
+TOKENS = 6  # tokens of the text that the copy reads
 # Fields of configs that say how many positions a table has.
 LENGTH_FIELDS = (
     "max_position_embeddings",
@@ -82,7 +87,7 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def probe(model: PreTrainedModel) -> Sightings:
+def probe(model: PreTrainedModel) -> DetectedPositions:
     """Run a copy of one layer on a few tokens, and return where it kept positions.
 
     The copy has the model's class and config but for layers and vocabulary, and weights of its own,
@@ -198,9 +203,9 @@ def _matrices(model: nn.Module) -> list[Matrix]:
     ]
 
 
-def _watch(model: PreTrainedModel, grown: dict[str, set[str]]) -> Sightings:
-    sightings = Sightings()
-    found = sightings.tables
+def _watch(model: PreTrainedModel, grown: dict[str, set[str]]) -> DetectedPositions:
+    detected = DetectedPositions()
+    found = detected.tables
     indexed = _indexed(model, {key for keys in grown.values() for key in keys})
     initial = {
         f"{name}.{a}" if name else a: getattr(m, a).detach().clone()
@@ -224,13 +229,13 @@ def _watch(model: PreTrainedModel, grown: dict[str, set[str]]) -> Sightings:
         companions = {_pattern(k) for n in fields for k in grown[n]} - {_pattern(key)}
         others = {_pattern(f"{n}.{a}") for n, _, a in _matrices(model)}
         more = tuple(sorted(companions - others))
-        found.append(TableSighting(name, attribute, row, fields, more, initial[key]))
+        found.append(DetectedTable(name, attribute, row, fields, more, initial[key]))
 
     def note_rows(name: str, attribute: str) -> Any:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             indices = next((a for a in [*args, *kwargs.values()] if _is_toeplitz(a)), None)
             if indices is not None:
-                sightings.buckets.append(BucketSighting(name, indices.shape[-2:]))
+                detected.buckets.append(DetectedBuckets(name, indices.shape[-2:]))
             else:
                 note_table(name, attribute, output)
 
@@ -240,9 +245,9 @@ def _watch(model: PreTrainedModel, grown: dict[str, set[str]]) -> Sightings:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             for argument, value in kwargs.items():
                 if _is_linear_bias(value):
-                    sighting = BiasSighting(name, argument, not value[..., -1].any())
-                    if sighting not in sightings.slopes:
-                        sightings.slopes.append(sighting)
+                    bias = DetectedBias(name, argument, not value[..., -1].any())
+                    if bias not in detected.slopes:
+                        detected.slopes.append(bias)
 
         return before
 
@@ -256,8 +261,8 @@ def _watch(model: PreTrainedModel, grown: dict[str, set[str]]) -> Sightings:
         model(**_inputs(model))
     read = {f"{t.module}.{t.attribute}" for t in found}
     followed = {key for t in found for name in t.fields for key in grown[name]}
-    sightings.unread = [key for key in initial if key in followed - read]
-    return sightings
+    detected.unread = [key for key in initial if key in followed - read]
+    return detected
 
 
 class _IndexWatch(TorchFunctionMode):

@@ -1,4 +1,8 @@
-"""A place in a model where positions enter, and which methods extend it."""
+"""Sites: the places in a model where positions enter, and which methods extend each.
+
+`Site` is the base of tables, slopes and buckets, and `Stretch` says how far one is extended. The
+rest is what they are built from: what a probe found, masks as positions, and marks of caches.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +68,9 @@ class Site(ABC):
         module: Its module.
     """
 
-    kind: ClassVar[str]  # for people
+    kind: ClassVar[str]  # name of the encoding in summaries and messages
     methods: ClassVar[tuple[str, ...]]
-    reads_slots: ClassVar[bool] = False  # distances are counted in slots of the cache
+    reads_slots: ClassVar[bool] = False  # whether distances are counted in slots of the cache
 
     name: str
     module: nn.Module
@@ -104,8 +108,8 @@ class Site(ABC):
 
 
 @dataclass(frozen=True)
-class TableSighting:
-    """A module whose output was consecutive rows of a matrix of its own.
+class DetectedTable:
+    """A table of positions: a matrix of a module whose output was consecutive rows of it.
 
     Attributes:
         module: The module's name in the model.
@@ -125,8 +129,8 @@ class TableSighting:
 
 
 @dataclass(frozen=True)
-class BiasSighting:
-    """A module that was handed a bias which is linear in the key's position.
+class DetectedBias:
+    """A bias that is linear in the key's position, among the arguments of a module.
 
     Attributes:
         module: The module's name in the model; it is in the first layer.
@@ -140,8 +144,8 @@ class BiasSighting:
 
 
 @dataclass(frozen=True)
-class BucketSighting:
-    """A module that read a small table by a matrix of distances.
+class DetectedBuckets:
+    """Buckets of distances: a module that read a small table by a matrix of distances.
 
     Attributes:
         module: The module's name in the model.
@@ -153,23 +157,23 @@ class BucketSighting:
 
 
 @dataclass
-class Sightings:
-    """What a model did with positions.
+class DetectedPositions:
+    """What a probe found of how a model uses positions.
 
     Attributes:
         tables: Matrices of which consecutive rows were read.
-        slopes: Modules that were handed a bias which is linear in the key's position.
+        slopes: Biases that are linear in the key's position.
+        buckets: Small tables that were read by a matrix of distances.
         unread: Tables that follow the length of those that were read, but showed no rows.
-        buckets: Modules that read a small table by a matrix of distances.
     """
 
-    tables: list[TableSighting] = field(default_factory=list)
-    slopes: list[BiasSighting] = field(default_factory=list)
-    buckets: list[BucketSighting] = field(default_factory=list)
+    tables: list[DetectedTable] = field(default_factory=list)
+    slopes: list[DetectedBias] = field(default_factory=list)
+    buckets: list[DetectedBuckets] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
 
-# Attributes of the modules that such encodings are made of, and the reason.
+# Why an encoding cannot be extended, by an attribute that only its modules have.
 _REASONS = {
     "rel_embeddings": (
         "its queries and keys meet learned vectors of distances (disentangled attention), each of "
@@ -271,7 +275,7 @@ class KeyMask:
         return torch.mul(distance, slopes[None, :, None, None], out=bias)
 
 
-TABLE_MARK = "position_table"  # the attribute of a cache that names its table
+TABLE_MARK = "position_table"  # attribute of a cache: the table that its tokens were read with
 
 
 class CacheGuard:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rope_patch.encodings.sites.site import CacheGuard, Site, Stretch, TableSighting
+from rope_patch.encodings.sites.site import CacheGuard, DetectedTable, Site, Stretch
 from rope_patch.encodings.tables import LAWS, STRETCHES, ntk_base, sinusoidal_table, stretch_table
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.positions import install_position_rule
@@ -27,20 +27,20 @@ class TableSite(Site):
     """A module that looks positions up in a matrix of its own.
 
     Attributes:
-        sighting: What the probe saw of it.
+        detected: What the probe found of the matrix.
     """
 
-    sighting: TableSighting
+    detected: DetectedTable
 
     @property
     def table(self) -> torch.Tensor:
         """Return the whole matrix, rows before position 0 included, `[rows, D]`."""
-        return getattr(self.module, self.sighting.attribute)
+        return getattr(self.module, self.detected.attribute)
 
     def trained_length(self, config: Any) -> int:
         """Return the rows that positions use."""
-        usable = len(self.table) - self.sighting.first_row
-        return min([usable, *(getattr(config, name) for name in self.sighting.fields)])
+        usable = len(self.table) - self.detected.first_row
+        return min([usable, *(getattr(config, name) for name in self.detected.fields)])
 
     def changes(self, stretch: Stretch) -> bool:
         """Return whether there are more rows to come."""
@@ -50,7 +50,7 @@ class TableSite(Site):
         """Return the fields that say how many rows there are."""
         assert stretch.length is not None
         more = stretch.length - self.trained_length(config)
-        return {name: getattr(config, name) + more for name in self.sighting.fields}
+        return {name: getattr(config, name) + more for name in self.detected.fields}
 
     def describe(self, stretch: Stretch) -> str:
         """Return the table's name, kind and rows."""
@@ -65,17 +65,17 @@ class TableSite(Site):
 
     def apply(self, model: nn.Module, stretch: Stretch, undo_log: UndoLog) -> None:
         """Put the longer table in the place of the trained one, and lengthen what goes with it."""
-        first, old = self.sighting.first_row, self.table
+        first, old = self.detected.first_row, self.table
         with torch.no_grad():
             longer = torch.cat([old[:first], self.rows(stretch).to(old)])
         if isinstance(old, nn.Parameter):
             longer = nn.Parameter(longer, requires_grad=old.requires_grad)
-        undo_log.set(self.module, self.sighting.attribute, longer)
+        undo_log.set(self.module, self.detected.attribute, longer)
         if isinstance(self.module, nn.Embedding):
             undo_log.set(self.module, "num_embeddings", len(longer))
         # An encoder's positions are in no cache of self-attention.
         around = [RotaryModule(self.module, {})] if self.part == "decoder" else []
-        if around and self.sighting.first_row == 0:
+        if around and self.detected.first_row == 0:
             # Positions are rows, whoever counts them: GPT-2 counts slots, which padding fills, too.
             install_position_rule(model, around, undo_log, counts_tokens=True)
         for decoder in innermost_decoders(model, around):
@@ -88,7 +88,7 @@ class TableSite(Site):
         for name, module in model.named_modules():
             for attribute, buffer in list(module._buffers.items()):
                 key = ".".join("*" if part.isdigit() else part for part in name.split("."))
-                if buffer is None or f"{key}.{attribute}" not in self.sighting.companions:
+                if buffer is None or f"{key}.{attribute}" not in self.detected.companions:
                     continue
                 if buffer.shape == old.shape:  # I-BERT's table in whole numbers, made anew
                     longer_buffer = buffer.new_zeros(longer.shape)
@@ -107,7 +107,7 @@ class LearnedTableSite(TableSite):
     def rows(self, stretch: Stretch) -> torch.Tensor:
         """Return the trained rows, interpolated or repeated."""
         assert stretch.length is not None
-        first = self.sighting.first_row
+        first = self.detected.first_row
         trained = self.table[first : first + stretch.trained_length]
         return stretch_table(trained.detach(), stretch.length, stretch.method)
 
@@ -129,18 +129,18 @@ class SinusoidalTableSite(TableSite):
 
     @classmethod
     def of(
-        cls, name: str, module: nn.Module, sighting: TableSighting
+        cls, name: str, module: nn.Module, detected: DetectedTable
     ) -> SinusoidalTableSite | None:
         """Return the site if its table is a sinusoidal one; else None."""
-        table = getattr(module, sighting.attribute).detach()
-        table = sighting.initial if table.is_meta else table
+        table = getattr(module, detected.attribute).detach()
+        table = detected.initial if table.is_meta else table
         if table.shape[1] < 4:
             return None
-        first = sighting.first_row
+        first = detected.first_row
         for layout in ("halves", "interleaved", "cosines first"):
             for law in LAWS:
-                site = cls(name, module, sighting, layout, law)
-                start = sighting.first_row  # fairseq's tables begin at angle 2, in row 2
+                site = cls(name, module, detected, layout, law)
+                start = detected.first_row  # fairseq's tables begin at angle 2, in row 2
                 expected = site.compute(torch.arange(start, start + len(table) - first))
                 if torch.allclose(table[first:].double().cpu(), expected, rtol=0, atol=_TOLERANCE):
                     return site
@@ -164,9 +164,9 @@ class SinusoidalTableSite(TableSite):
         assert stretch.length is not None
         tokens = torch.arange(stretch.length, dtype=torch.float64)
         if stretch.method == "linear":
-            return self.compute(self.sighting.first_row + tokens / stretch.factor)
+            return self.compute(self.detected.first_row + tokens / stretch.factor)
         base = ntk_base(_BASE, stretch.factor, self.table.shape[1], self.law)
-        return self.compute(self.sighting.first_row + tokens, base)
+        return self.compute(self.detected.first_row + tokens, base)
 
     def apply(self, model: nn.Module, stretch: Stretch, undo_log: UndoLog) -> None:
         """Put the computed table in; a module that grows by itself grows no further."""

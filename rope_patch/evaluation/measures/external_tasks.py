@@ -28,7 +28,7 @@ from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils import checksums
 from rope_patch.utils.errors import describe_error, did_you_mean
 
-_TIMEOUT = 60  # seconds without an answer from a server, where a builder sets no limit itself
+_TIMEOUT = 60  # seconds that a server may be silent, where a builder sets no limit itself
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ _LENGTH_SPELLING: dict[str, Callable[[int], Any]] = {
     "ruler": lambda length: [length],
     "babilong": lambda length: f"{length // 1024}k",
 }
-_LENGTH_KEYS = ("length", "max_seq_lengths")  # of a user's metadata; the first is our tasks' own
+_LENGTH_KEYS = ("length", "max_seq_lengths")  # in a task's metadata; ours have the first
 
 
 class TaskIndex:

@@ -162,14 +162,14 @@ class TimedMethod:
 
     def _forward(self, ids: torch.Tensor, start: int, cache: Any) -> Callable[[], Any]:
         at = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        given = {"position_ids": at, **cache_arguments(self.model, cache)}  # what generate gives
+        given = {"position_ids": at, **cache_arguments(self.model, cache)}  # generate's arguments
         return partial(self.model, ids, **given, use_cache=True, logits_to_keep=1)
 
 
 def make_timed_method(name: str, model: Any, extension: Extension | None) -> TimedMethod:
     """Return a method on a copy of a model that shares its weights."""
     weights = {id(parameter): parameter for parameter in model.parameters()}
-    instance = copy.deepcopy(model, weights)  # which takes the weights for copied already
+    instance = copy.deepcopy(model, weights)  # with this memo deepcopy shares the weights
     handle = None if extension is None else patch_rotation(instance, extension)
     return TimedMethod(name=name, model=instance, handle=handle)
 

@@ -42,7 +42,7 @@ HEAT = ("#e9925c", "#f1ece4", "#1f66a8")
 
 _HEAT = LinearSegmentedColormap.from_list("found", HEAT)
 _MARKERS = {PLAIN: "o", "m0": "s", "m2": "D", "m3": "v"}
-_LONGEST_NAME = 26  # characters of a label
+_LONGEST_NAME = 26  # characters of a method's name in a label; longer ones are cut
 _PER_TOKEN = "nats a token"
 
 # The file name, the question and what those see who do not see the figure.
@@ -550,7 +550,7 @@ def draw_heat_maps(stats: RunStatistics, ranking: Ranking) -> dict[str, bytes]:
 
 
 def single_samples(stats: RunStatistics, task: str) -> bool:
-    """Return whether no cell of a task's heat maps has more than one sample, which is no rate."""
+    """Return whether each cell of a task's heat maps has at most one sample, too few for a rate."""
     counts = Counter(
         (label, s["length"], s.get("depth"))
         for label in stats.labels

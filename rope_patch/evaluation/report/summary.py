@@ -1,4 +1,8 @@
-"""The summary: the usable length, by which method, at what cost, in sentences and a table."""
+"""The summary of a run: the usable length, by which method, at what cost.
+
+`summary_sentences` and `summary_warnings` say it in words, `summary_table` in a row for each
+method, and `overview` shows headline and table in a terminal.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
@@ -17,6 +20,7 @@ from rope_patch.evaluation.report.table import (
     Cell,
     Row,
     Table,
+    cell_text,
     change_range,
     change_text,
     is_unknown,
@@ -30,13 +34,14 @@ from rope_patch.evaluation.report.table import (
     points_range,
     points_text,
     ratio_column,
+    share_with_interval,
 )
 from rope_patch.evaluation.report.tables import can_tell, is_informative, short_p_text, size_text
 from rope_patch.evaluation.report.verdict import Ranking, likelihood_sentences, method_row
 from rope_patch.statistics import Interval
 
-_MAX_ITEMS = 4  # of a sentence
-_GUESSABLE_ACCURACY = 0.05  # accuracy without a needle from which on answers count as guessable
+_MAX_LISTED = 4  # items of a list before "the tables show N more"; methods with sentences on costs
+_GUESSABLE_ACCURACY = 0.05  # from this accuracy without a needle on, answers count as guessable
 
 
 def summary_sentences(stats: RunStatistics, ranking: Ranking | None = None) -> list[str]:
@@ -64,6 +69,19 @@ def summary_sentences(stats: RunStatistics, ranking: Ranking | None = None) -> l
     return lines or ["Nothing was measured."]
 
 
+def summary_warnings(stats: RunStatistics) -> Iterator[str]:
+    """Yield warnings about results that are in doubt."""
+    for task, length, accuracy, chance in stats.controls:
+        if accuracy.low > chance if chance else accuracy.estimate > _GUESSABLE_ACCURACY:
+            yield (
+                f"Careful: {task_name(task)} can be answered without its needle, "
+                f"{share_with_interval(accuracy)} at {length:,} tokens; its scores do not show "
+                "retrieval."
+            )
+    if count := len(stats.failures):
+        yield f"{count} sample{'s' if count > 1 else ''} failed and count in no number here."
+
+
 def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:
     chosen = ranking.best
     if not stats.tasks or chosen is None:
@@ -78,11 +96,11 @@ def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
         if far is not None:
             yield (
                 f"Beyond its trained {trained} tokens the model gets "
-                f"{_share_with_interval(far)} of the answers right with {who}; the plain model "
+                f"{share_with_interval(far)} of the answers right with {who}; the plain model "
                 "was not measured within that length, so no length is called usable."
             )
     else:
-        yield _usable_length(stats, ranking, chosen)
+        yield _best_method_sentence(stats, ranking, chosen)
         usable, reason = stats.effective_length(chosen)
         if usable is not None and usable < stats.lengths[-1]:
             yield f"Why not farther: {reason}."
@@ -96,7 +114,7 @@ def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
     if shares and (not stats.verdict_length or any(map(is_informative, shares.values()))):
         texts = [
             f"{'the plain model' if label == stats.plain else stats.names[label]} gets "
-            f"{_share_with_interval(share)} right"
+            f"{share_with_interval(share)} right"
             for label, share in shares.items()
         ]
         yield f"In texts beyond {trained} tokens: {'; '.join(_first_few(texts))}."
@@ -107,8 +125,8 @@ def _is_usable_beyond(stats: RunStatistics, label: str) -> bool:
     return usable is not None and usable > stats.trained_length
 
 
-def _usable_length(stats: RunStatistics, ranking: Ranking, chosen: str) -> str:
-    """Return how far the best method is usable."""
+def _best_method_sentence(stats: RunStatistics, ranking: Ranking, chosen: str) -> str:
+    """Return up to which length the best method is usable."""
     is_best = chosen in ranking.shown_best
     among = f", the best of {len(stats.patched)} methods," if is_best else ""
     who = f"With {stats.names[chosen]}{among} the model"
@@ -176,7 +194,7 @@ def _method_phrase(stats: RunStatistics, label: str) -> str:
 
 
 def _join_words(texts: list[str]) -> str:
-    if len(texts) > _MAX_ITEMS:
+    if len(texts) > _MAX_LISTED:
         *some, rest = _first_few(texts)
         return f"{', '.join(some)}; {rest}"
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
@@ -184,8 +202,8 @@ def _join_words(texts: list[str]) -> str:
 
 def _first_few(texts: list[str]) -> list[str]:
     """Return the first texts, and how many more there are."""
-    left = len(texts) - _MAX_ITEMS
-    return [*texts[:_MAX_ITEMS], f"the tables show {left} more"] if left > 0 else texts
+    left = len(texts) - _MAX_LISTED
+    return [*texts[:_MAX_LISTED], f"the tables show {left} more"] if left > 0 else texts
 
 
 def _short_context_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:
@@ -193,7 +211,7 @@ def _short_context_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
     if stats.plain is None:
         return
     patched = [labels[0] for labels in ranking.groups if labels[0] != stats.plain]
-    for label in patched[:_MAX_ITEMS]:
+    for label in patched[:_MAX_LISTED]:
         parts = []
         change = stats.ratio(label, stats.plain, beyond=False)
         if change is not None and math.isfinite(change.estimate):
@@ -235,23 +253,6 @@ def _time_memory_sentences(stats: RunStatistics, chosen: str | None) -> Iterator
         yield f"With {stats.names[chosen]} {', '.join(parts)}."
 
 
-def summary_warnings(stats: RunStatistics) -> Iterator[str]:
-    """Yield warnings about results that are in doubt."""
-    for task, length, accuracy, chance in stats.controls:
-        if accuracy.low > chance if chance else accuracy.estimate > _GUESSABLE_ACCURACY:
-            yield (
-                f"Careful: {task_name(task)} can be answered without its needle, "
-                f"{_share_with_interval(accuracy)} at {length:,} tokens; its scores do not show "
-                "retrieval."
-            )
-    if count := len(stats.failures):
-        yield f"{count} sample{'s' if count > 1 else ''} failed and count in no number here."
-
-
-def _share_with_interval(interval: Interval) -> str:
-    return f"{percent(interval.estimate)} ({percent_range(interval)}, {n_text(interval)})"
-
-
 def _share_with_95_interval(interval: Interval) -> str:
     text = f"95% interval {percent_range(interval)}, {n_text(interval)}"
     return f"{percent(interval.estimate)} ({text})"
@@ -269,7 +270,7 @@ def _with_interval(text: str, span: str, interval: Interval) -> str:
     return f"{text} ({span}, {n_text(interval)})" if span else f"{text} ({n_text(interval)})"
 
 
-Column = tuple[Cell, list[Cell]]
+Column = tuple[Cell, list[Cell]]  # its head, and a cell for each method of each run
 
 
 def summary_table(runs: list[tuple[str, RunStatistics, Ranking]]) -> tuple[Table | None, list[str]]:
@@ -289,7 +290,7 @@ def summary_table(runs: list[tuple[str, RunStatistics, Ranking]]) -> tuple[Table
     lines = []
     if len(entries) > 2:
         constant = [column for column in columns if len({(c.text, c.note) for c in column[1]}) == 1]
-        lines = [_line(head, cells[0]) for head, cells in constant]
+        lines = [_constant_column_line(head, cells[0]) for head, cells in constant]
         columns = [column for column in columns if column not in constant]
     if not columns:
         return None, lines
@@ -302,30 +303,26 @@ def summary_table(runs: list[tuple[str, RunStatistics, Ranking]]) -> tuple[Table
             for i, label in enumerate(stats.labels)
         ]
         position += len(part)
-        rows += ranking.arrange(_table([], part), mark=True).rows
+        table = Table(name="", corner="method", columns=[], rows=part, groups=[])
+        rows += ranking.arrange(table, mark=True).rows
     if any(len(labels) > 1 for _, _, ranking in runs for labels in ranking.groups):
         times = "; times are the first's" * any(stats.results.get("cost") for _, stats, _ in runs)
         lines.append(f"= joins methods with the same numbers at every length{times}.")
     measures = {ranking.measure for _, _, ranking in runs}
     by = f", best first by {measures.pop()}" if len(measures) == 1 else ", best first"
     name = f"Methods{by}; 95% intervals in brackets"
-    return replace(_table([head for head, _ in columns], rows), name=name), lines
+    heads = [head for head, _ in columns]
+    return Table(name=name, corner="method", columns=heads, rows=rows, groups=[]), lines
 
 
-def _table(columns: list[Cell], rows: list[Row]) -> Table:
-    return Table(name="", corner="method", columns=columns, rows=rows, groups=[])
-
-
-def _line(head: Cell, cell: Cell) -> str:
-    value = f"{cell.text} ({cell.note})" if cell.note else cell.text
-    unit = f" ({head.note})" if head.note else ""
-    return f"The same with every method: {head.text}{unit}: {value}."
+def _constant_column_line(head: Cell, cell: Cell) -> str:
+    return f"The same with every method: {cell_text(head)}: {cell_text(cell)}."
 
 
 def _columns(
     runs: list[RunStatistics], entries: list[tuple[RunStatistics, str]]
 ) -> Iterator[Column]:
-    """Yield the columns with a cell an entry, the deciding ones first."""
+    """Yield the columns, the deciding ones first."""
     longest = {stats.lengths[-1] for stats in runs if stats.lengths}
     decisive = {stats.verdict_length for stats in runs if stats.verdict_length}
     trained = {stats.trained_length for stats in runs}
@@ -340,18 +337,18 @@ def _columns(
     yield nats, each(_loss_cell)
     if any(stats.lengths and stats.effective_length(label)[0] for stats, label in entries):
         tip = f"retention surely above {THRESHOLD:.0%} up to this length"
-        yield Cell(text="usable up to", note="tokens", tip=tip), each(_effective_cell)
+        yield Cell(text="usable up to", note="tokens", tip=tip), each(_usable_length_cell)
     if any(stats.has_ruler for stats in runs):
         yield Cell(text="RULER's 85.6% up to", note="tokens"), each(_ruler_cell)
-    if any(can_tell(_retention(stats, label)) for stats, label in entries):
+    if any(can_tell(_retention_at_longest(stats, label)) for stats, label in entries):
         retention = Cell(text=f"accuracy kept {at}", note=f"% of the plain model's up to {of}")
-        yield retention, each(lambda stats, label: _share_cell(_retention(stats, label)))
-    shares = [_far_accuracy(stats, label) for stats, label in entries]
+        yield retention, each(lambda stats, label: _share_cell(_retention_at_longest(stats, label)))
+    shares = [_accuracy_beyond(stats, label) for stats, label in entries]
     if not decisive or any(is_informative(share) for share in shares):
         yield Cell(text=f"accuracy beyond {of}", note="%"), list(map(_share_cell, shares))
     yield from _perplexity_columns(runs, entries, of)
     short = Cell(text="short tasks", note="points more than the plain model")
-    yield short, each(_short_cell)
+    yield short, each(_short_tasks_cell)
     time = Cell(text="time to read a prompt", note="times that of the first method")
     yield time, each(_time_cell)
     memory = Cell(
@@ -382,11 +379,11 @@ def _ratio_to_plain(stats: RunStatistics, label: str, *, beyond: bool) -> Interv
     return stats.ratio(label, stats.plain, beyond=beyond)
 
 
-def _retention(stats: RunStatistics, label: str) -> Interval | None:
+def _retention_at_longest(stats: RunStatistics, label: str) -> Interval | None:
     return stats.retention(label, stats.lengths[-1]) if stats.lengths else None
 
 
-def _far_accuracy(stats: RunStatistics, label: str) -> Interval | None:
+def _accuracy_beyond(stats: RunStatistics, label: str) -> Interval | None:
     lengths = stats.lengths_beyond_training
     return stats.accuracy(label, lengths=lengths) if lengths else None
 
@@ -401,7 +398,7 @@ def _loss_cell(stats: RunStatistics, label: str) -> Cell:
     return Cell(text=text, note=span or "no interval", tip=tip)
 
 
-def _effective_cell(stats: RunStatistics, label: str) -> Cell:
+def _usable_length_cell(stats: RunStatistics, label: str) -> Cell:
     if not stats.lengths:
         return Cell(text=NOTHING)
     length, reason = stats.effective_length(label)
@@ -424,7 +421,7 @@ def _share_cell(interval: Interval | None) -> Cell:
     return Cell(text=text.removesuffix("%"), note=span.removesuffix("%"), tip=tip)
 
 
-def _short_cell(stats: RunStatistics, label: str) -> Cell:
+def _short_tasks_cell(stats: RunStatistics, label: str) -> Cell:
     paired = stats.short_overall(label)
     if paired is None:
         return Cell(text=NOTHING)
@@ -450,10 +447,10 @@ def _memory_cell(stats: RunStatistics, label: str) -> Cell:
     return Cell(text=f"{size / 1e6:,.1f}")
 
 
-_WIDTH = 100  # columns where no terminal tells its own
+_DEFAULT_WIDTH = 100  # columns of text if the output is no terminal
 _GAP = "  "
-_MIN_NAME = 16  # columns that a method's name keeps where the window is narrow
-_BEST = "* "
+_MIN_NAME_WIDTH = 16  # columns of text that a method's name keeps in a narrow window
+_BEST_MARK = "* "
 
 
 def overview(page: dict[str, Any], width: int | None = None) -> str:
@@ -463,16 +460,16 @@ def overview(page: dict[str, Any], width: int | None = None) -> str:
         page: The data of the report's templates.
         width: Columns of the terminal; asked of it if None.
     """
-    width = width or shutil.get_terminal_size((_WIDTH, 24)).columns
+    width = width or shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns
     runs = page["runs"]
     alone = len(runs) == 1
     lines = [page["title"]]
     for run in runs:
         lines.append(run["headline"] if alone else f"{run['title']}: {run['headline']}")
-    parts = ["\n".join(_wrapped(line, width) for line in lines)]
+    parts = ["\n".join(_wrap(line, width) for line in lines)]
     if page["summary"] is not None:
         parts.append(fitted_table(page["summary"], width))
-    parts += [_wrapped(line, width) for line in page["summary_lines"]]
+    parts += [_wrap(line, width) for line in page["summary_lines"]]
     cautions = [
         f"caution: {caution}" if alone else f"caution, {run['title']}: {caution}"
         for run in runs
@@ -494,14 +491,15 @@ def fitted_table(table: Table, width: int) -> str:
         width: Columns of the terminal.
     """
     names = [f"{row.group}, {row.name}" if row.group else row.name for row in table.shown]
-    marks = [_BEST if row.best else "" for row in table.shown]
+    marks = [_BEST_MARK if row.best else "" for row in table.shown]
     names = [mark + name for mark, name in zip(marks, names, strict=True)]
-    columns = [[_text(row.cells[i]) for row in table.shown] for i in range(len(table.columns))]
+    columns = [[cell_text(row.cells[i]) for row in table.shown] for i in range(len(table.columns))]
     heads = [
         [*_head_lines(head, cells)] for head, cells in zip(table.columns, columns, strict=True)
     ]
     widths = [max(map(len, [*head, *cells])) for head, cells in zip(heads, columns, strict=True)]
-    room = width - len(_GAP) - max([_MIN_NAME, *(min(len(name), width // 3) for name in names)])
+    least_name_width = max([_MIN_NAME_WIDTH, *(min(len(name), width // 3) for name in names)])
+    room = width - len(_GAP) - least_name_width
     shown = 0
     while shown < len(widths) and widths[shown] + len(_GAP) <= room:
         room -= widths[shown] + len(_GAP)
@@ -512,26 +510,26 @@ def fitted_table(table: Table, width: int) -> str:
     lines = []
     for i in range(depth):
         cells = [(head + [""] * depth)[i] for head in heads[:shown]]
-        lines.append(_terminal_line(table.corner if i == 0 else "", cells, name_width, widths))
+        lines.append(_table_line(table.corner if i == 0 else "", cells, name_width, widths))
     for name, row in zip(names, range(len(names)), strict=True):
         cells = [column[row] for column in columns[:shown]]
         first, *rest = textwrap.wrap(name, name_width) or [""]
-        lines.append(_terminal_line(first, cells, name_width, widths))
-        lines += [_terminal_line(f"  {more}"[:name_width], [], name_width, widths) for more in rest]
-    parts = [_wrapped(f"{table.name}:", width), *lines]
+        lines.append(_table_line(first, cells, name_width, widths))
+        lines += [_table_line(f"  {more}"[:name_width], [], name_width, widths) for more in rest]
+    parts = [_wrap(f"{table.name}:", width), *lines]
     hints = []
     if table.folded:
         hints.append(f"{len(table.folded)} more rows")
     if missing := [head.text for head in table.columns[shown:]]:
         hints.append(f"the columns {', '.join(missing)}")
     if any(marks):
-        parts.append(_wrapped(f"{_BEST}all others are shown to be worse", width))
+        parts.append(_wrap(f"{_BEST_MARK}all others are shown to be worse", width))
     if hints:
-        parts.append(_wrapped(f"In the report: {'; '.join(hints)}.", width))
+        parts.append(_wrap(f"In the report: {'; '.join(hints)}.", width))
     return "\n".join(parts)
 
 
-def _terminal_line(name: str, cells: list[str], name_width: int, widths: list[int]) -> str:
+def _table_line(name: str, cells: list[str], name_width: int, widths: list[int]) -> str:
     padded = [cell.ljust(w) for cell, w in zip(cells, widths, strict=False)]
     return (_GAP + _GAP.join([name.ljust(name_width), *padded])).rstrip()
 
@@ -543,11 +541,7 @@ def _head_lines(head: Cell, cells: list[str]) -> list[str]:
     return [*textwrap.wrap(head.text, width), *textwrap.wrap(head.note and f"({head.note})", width)]
 
 
-def _text(cell: Cell) -> str:
-    return f"{cell.text} ({cell.note})" if cell.note else cell.text
-
-
-def _wrapped(text: str, width: int) -> str:
+def _wrap(text: str, width: int) -> str:
     # An equation stays on one line: textwrap does not break at a non-breaking space.
     whole = re.sub(r"\b([pn]) ([=<]) ", "\\1\u00a0\\2\u00a0", text)
     lines = textwrap.fill(whole, width, break_long_words=False, break_on_hyphens=False)

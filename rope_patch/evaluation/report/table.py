@@ -26,9 +26,9 @@ class Cell:
 
     text: str
     note: str = ""  # a second, quieter line
-    tip: str = ""  # the whole story, on hovering
-    beyond: bool = False  # of a position or length that the model was not trained on
-    share: float | None = None  # what a heat map colours, 0 to 1
+    tip: str = ""  # the whole story, shown on hovering
+    beyond: bool = False  # whether the model was not trained on such a position or length
+    share: float | None = None  # 0 to 1; the colour in a heat map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,17 +76,18 @@ class Table:
 def aligned_text(table: Table) -> str:
     """Return a table as aligned lines of text, below its name."""
     heads = [group.text for group, span in table.groups for _ in range(span)]
-    lines = [[table.corner, *map(_cell_text, table.columns)]]
+    lines = [[table.corner, *map(cell_text, table.columns)]]
     if heads:
         lines.insert(0, ["", *heads])
     for row in table.rows:
         name = f"{row.group}, {row.name}" if row.group else row.name
-        lines.append([name, *map(_cell_text, row.cells)])
+        lines.append([name, *map(cell_text, row.cells)])
     aligned = [f"  {line}" for line in align(lines)]
     return "\n".join([table.name, *aligned])
 
 
-def _cell_text(cell: Cell) -> str:
+def cell_text(cell: Cell) -> str:
+    """Return a cell's text with its note in brackets."""
     return f"{cell.text} ({cell.note})" if cell.note else cell.text
 
 
@@ -183,6 +184,11 @@ def percent_range(interval: Interval) -> str:
     """Return an interval of shares: 84–96%."""
     high = f"{100 * interval.high:.0f}%" if math.isfinite(interval.high) else "∞"
     return f"{100 * interval.low:.0f}–{high}"
+
+
+def share_with_interval(interval: Interval) -> str:
+    """Return a share with its interval and n: 92% (84–96%, n = 40)."""
+    return f"{percent(interval.estimate)} ({percent_range(interval)}, {n_text(interval)})"
 
 
 def n_text(interval: Interval) -> str:

@@ -40,7 +40,7 @@ from rope_patch.tasks import CHOICE, LIKELIHOOD
 SIGNIFICANCE_LEVEL = 0.05
 BETTER, WORSE, BEST, PASSED = "▲", "▼", "◆", "✓"
 
-_MAX_RETENTION_WIDTH = 0.5  # of an interval that is shown though it decides nothing
+_MAX_RETENTION_WIDTH = 0.5  # a wider interval is not shown unless it decides something
 _MAX_ACCURACY_WIDTH = 0.5
 
 
@@ -639,13 +639,12 @@ def _short_cell(stats: RunStatistics, task: ShortRecord, label: str) -> Cell:
 def _scored_cell(measured: tuple[Interval, PairedTest | None]) -> Cell:
     """Return an accuracy with its interval, and its difference from the plain model's."""
     accuracy, against = measured
-    text, span = percent(accuracy.estimate), percent_range(accuracy)
-    tip = f"{text} right, 95% interval {span}, {n_text(accuracy)}"
+    more = ""
     if against is not None:
         change = against.difference
-        tip += f"; against the plain model {points_text(change.estimate)} points "
-        tip += f"({points_range(change)})"
-    return Cell(text=text, note=span, tip=tip)
+        more = f"; against the plain model {points_text(change.estimate)} points "
+        more += f"({points_range(change)})"
+    return _accuracy_cell(accuracy, "", more, beyond=False)
 
 
 def _overall_cell(stats: RunStatistics, label: str) -> Cell:
@@ -717,6 +716,5 @@ def _perplexity_cell(interval: Interval, ratio: Interval | None) -> Cell:
 
 
 def _control_cells(interval: Interval, expected: str) -> list[Cell]:
-    text, span = percent(interval.estimate), percent_range(interval)
-    tip = f"{text} right, 95% interval {span}, {n_text(interval)}"
-    return [Cell(text=text, note=f"{span}, {n_text(interval)}", tip=tip), Cell(text=expected)]
+    cell = _accuracy_cell(interval, "", "", beyond=False)
+    return [replace(cell, note=f"{cell.note}, {n_text(interval)}"), Cell(text=expected)]

@@ -1,4 +1,9 @@
-"""What a run says of its methods: their ranking, the verdict of few answers, the headline."""
+"""What a run's results say of its methods, in words: the headline, the ranking, the gaps.
+
+`headline` answers which method to use. `Ranking` orders the methods for tables, figures and
+sentences. `likelihood_sentences` say what the likelihoods of the right answers decide, which few
+samples are enough for. `find_gaps` lists what was not measured.
+"""
 
 from __future__ import annotations
 
@@ -24,237 +29,210 @@ from rope_patch.evaluation.report.table import (
     nats_text,
     one_line,
     p_text,
-    percent,
-    percent_range,
     perplexity_range,
     perplexity_text,
     points_range,
     points_text,
+    share_with_interval,
 )
 from rope_patch.evaluation.results_schema import RunRecord, SampleRecord
 from rope_patch.statistics import Interval, MeanTest, texts_to_decide
 
-_MAX_RIVALS = 4  # of a sentence
-
-
-def likelihood_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:
-    """Yield what the likelihoods of the right answers decide beyond the trained length."""
-    length = stats.verdict_length
-    if length is None or stats.plain is None:
-        return
-    best = ranking.best
-    comparison = stats.comparisons_with_plain(length).get(best) if best else None
-    if best is None or comparison is None:
-        return
-    yield comparison_sentence(stats, best, length, *comparison)
-    if others := _rivals_of_verdict(stats, ranking):
-        yield others
-    if floor := _floor(stats, best, length):
-        yield floor
-
-
-def correction_text(stats: RunStatistics, methods: int, length: int | None = None) -> str:
-    """Return what a p-value is corrected for: after Holm over 3 methods and 2 looks."""
-    looks = stats.looks if stats.look_factor(length) > 1 else 0
-    parts = [f"Holm over {methods} methods"] * (methods > 1)
-    parts += [f"{looks} look{'s' if looks > 1 else ''} at growing data"] * (looks > 0)
-    return f" after {' and '.join(parts)}" if parts else ""
-
-
-def texts_needed(stats: RunStatistics, length: int, difference: MeanTest) -> int | None:
-    """Return how many texts would decide, if the difference is as measured; None if unknown."""
-    needed = texts_to_decide(difference, stats.deciding_level(length))
-    return needed if needed and needed > difference.mean.effective_n else None
-
-
-def too_few_texts(stats: RunStatistics, length: int, difference: MeanTest) -> int | None:
-    """Return the fewest texts that decide, where a difference rests on fewer, else None."""
-    least = stats.least_texts(length)
-    return None if difference.mean.effective_n >= least else least
-
-
-def _interval_text(test: MeanTest) -> str:
-    """Return a loss's interval, values and texts: 95% interval −4.5 to −3.6, n = 40, 8 texts."""
-    mean = test.mean
-    texts = f"{mean.effective_n:,.0f} text{'s' if mean.effective_n != 1 else ''}"
-    rests_on = f"n = {mean.n:,.0f}, {texts}"
-    if not math.isfinite(mean.half_width):
-        return f"no interval, {rests_on}"
-    return f"95% interval {nats_range(mean)}, {rests_on}"
-
-
-def is_shown_to_help(stats: RunStatistics, label: str, length: int) -> bool:
-    """Return whether a method is shown to make the right answers likelier than no patch.
-
-    By the paired test against the plain model, corrected over all methods of the run, and, where
-    the run has controls, by the test that the model reads the answers at all.
-    """
-    comparison = stats.comparisons_with_plain(length).get(label)
-    if comparison is None:
-        return False
-    difference, p_value = comparison
-    is_better = difference.mean.estimate < 0 and p_value < SIGNIFICANCE_LEVEL
-    return is_better and (stats.floor is None or stats.reads_answers(label, length))
-
-
-def comparison_sentence(
-    stats: RunStatistics, best: str, length: int, difference: MeanTest, p_value: float
-) -> str:
-    """Return what the likelihoods of right answers say of one method, with its numbers.
-
-    Args:
-        stats: One run's statistics.
-        best: The method's label.
-        length: Tokens.
-        difference: The method's loss less the plain model's.
-        p_value: Of the difference, corrected.
-    """
-    mine, plain = (stats.answer_loss(label, length) for label in (best, stats.plain or ""))
-    assert mine is not None
-    assert plain is not None
-    methods = len(stats.comparisons_with_plain(length))
-    after = correction_text(stats, methods, length)
-    numbers = (
-        f"{nats_text(mine.mean.estimate)} against {nats_text(plain.mean.estimate)} nats a token "
-        f"(difference {nats_text(difference.mean.estimate)}, {_interval_text(difference)}, "
-        f"{p_text(p_value)}{after})"
-    )
-    who = stats.names[best]
-    at, head = f"at {length:,} tokens", f"At {length:,} tokens"
-    if difference.mean.low == difference.mean.high == 0:
-        return f"{head} {who} changes the likelihood of no right answer: {numbers}."
-    if (least := too_few_texts(stats, length, difference)) is not None:
-        return (
-            f"This run has too few texts to say ({least} decide) whether {who} makes the right "
-            f"answers likelier than no patch {at}: {numbers}."
-        )
-    if p_value >= SIGNIFICANCE_LEVEL:
-        more = ""
-        if needed := texts_needed(stats, length, difference):
-            more = f"; about {needed:,} texts would, if the difference is as measured"
-        return (
-            f"This run cannot decide whether {who} makes the right answers likelier than no "
-            f"patch {at}: {numbers}{more}."
-        )
-    if difference.mean.estimate > 0:
-        return (
-            f"No method makes the right answers likelier than no patch {at}; under the best of "
-            f"them, {who}, they are less likely: {numbers}."
-        )
-    return f"{head} {who} makes the right answers likelier than no patch: {numbers}."
-
-
-def _rivals_of_verdict(stats: RunStatistics, ranking: Ranking) -> str:
-    if len(stats.patched) < 2:
-        return ""
-    names = [stats.names[label] for label in ranking.rivals]
-    if not names:
-        return "Each of the other methods is shown to be worse than it."
-    shown = ", ".join(names[:_MAX_RIVALS])
-    more = f" and {len(names) - _MAX_RIVALS} more" if len(names) > _MAX_RIVALS else ""
-    return f"Not told apart from it: {shown}{more}."
-
-
-def _floor(stats: RunStatistics, best: str, length: int) -> str:
-    if stats.floor is None:
-        return ""
-    floor = stats.floor.mean.estimate
-    text = (
-        "Without the answers in the text, the plain model gives them "
-        f"{nats_text(floor)} nats a token"
-    )
-    if stats.reads_answers(best, length):
-        return f"{text}: the model does read them."
-    return f"{text}: it is not shown that the model reads them."
-
-
-def method_row(
-    run: RunResults, label: str, cells: list[Cell], group: str = "", task: str = ""
-) -> Row:
-    """Return the row of a method in a table of one run.
-
-    Args:
-        run: The run.
-        label: The method's label.
-        cells: The row's cells.
-        group: The head above the row; none if empty.
-        task: The task that filters know the row by; none if empty.
-    """
-    return Row(
-        name=run.names[label],
-        key=run.colour_names[label],
-        cells=cells,
-        group=group,
-        method=filter_mark(label),
-        task=filter_mark(task) if task else "",
-    )
-
-
-_MAX_GAPS = 6  # of a sentence
-
-
-def find_gaps(results: RunRecord) -> list[str]:
-    """Return what is missing from one run's results, each with the reason.
-
-    A part that failed is missing. So is a task's score at a length under a method if all of its
-    samples failed. A failed sample among others is no gap: the report lists it without counting it.
-
-    Args:
-        results: One run's results.
-    """
-    missing = [one_line(note) for note in results["run"].get("not_run") or []]
-    tasks = [(entry["task"], entry["samples"]) for entry in results.get("retrieval") or []]
-    tasks += [
-        (f"the control of {entry['task']}", entry["samples"])
-        for entry in results.get("control") or []
-    ]
-    for name, samples in tasks:
-        for label, rows in samples.items():
-            missing += _lengths_without_score(f"{name}, {label}", rows)
-    for entry in results.get("short") or []:
-        for label, scores in entry["samples"].items():
-            if scores and all(score is None for score in scores):
-                missing.append(one_line(f"{entry['task']}, {label}: all of its samples failed"))
-    return missing
-
-
-def _lengths_without_score(task: str, rows: Sequence[SampleRecord]) -> list[str]:
-    """Return the lengths at which no sample has a score; one entry if that is so at all lengths."""
-    by_length: dict[int, list[SampleRecord]] = {}
-    for row in rows:
-        by_length.setdefault(row["length"], []).append(row)
-    empty = {
-        length: at[0].get("error")
-        for length, at in by_length.items()
-        if all(row["score"] is None for row in at)
-    }
-    if len(empty) == len(by_length) > 1:
-        return [one_line(f"{task}: {next(iter(empty.values()))}")]
-    return [
-        one_line(f"{task}, {length:,} tokens: {reason}") for length, reason in sorted(empty.items())
-    ]
-
-
-def gap_sentence(missing: list[str]) -> str:
-    """Return one sentence that names the gaps and how to fill them.
-
-    Args:
-        missing: From `find_gaps`; not empty.
-    """
-    names = [note.partition(": ")[0] for note in missing]
-    shown = names[:_MAX_GAPS] + [f"{len(names) - _MAX_GAPS} more"] * (len(names) > _MAX_GAPS)
-    parts = "1 part was" if len(names) == 1 else f"{len(names)} parts were"
-    return (
-        f"Incomplete: {parts} not measured ({'; '.join(shown)}); the same command tries again, and "
-        "keeps what was measured."
-    )
-
-
-MAX_ROWS = 8  # of a table before its fold
+MAX_ROWS = 8  # rows that a table shows of each group of methods; the rest is folded
 
 # The plain model and the best methods have a colour; all others are grey.
 PLAIN, BEST, REST = "m1", "m0", "rest"
 _BEST = (BEST, "m2", "m3")
+
+# Names that a sentence lists before "and N more".
+_MAX_HEADLINE_NAMES = 2
+_MAX_LISTED_RIVALS = 4
+_MAX_LISTED_GAPS = 6
+
+
+def headline(stats: RunStatistics, ranking: Ranking) -> str:
+    """Return the sentence that a reader of nothing else needs.
+
+    Retrieval decides before perplexity does: accuracy where it shows a length to be usable, else
+    the likelihood of the right answers, else accuracy again. What cannot be decided is said so.
+
+    Args:
+        stats: One run's statistics.
+        ranking: The order of its methods.
+    """
+    best = ranking.best
+    if best is None:
+        return "Nothing was measured."
+    usable = stats.effective_length(best)[0] if stats.lengths else None
+    if usable is not None and usable > stats.trained_length:
+        return _usable_length_headline(stats, ranking, best, usable)
+    length = stats.verdict_length
+    if length is not None and (test := stats.comparisons_with_plain(length).get(best)):
+        return _likelihood_headline(stats, ranking, best, length, *test)
+    if stats.lengths_beyond_training:
+        return _accuracy_headline(stats, best)
+    if stats.average(best, beyond=True) is not None:
+        return _perplexity_headline(stats, best)
+    if not stats.tasks and not stats.losses:
+        return "Nothing was measured that tells which method to use."
+    return (
+        "This run cannot decide what to use: it measured nothing beyond the trained "
+        f"{stats.trained_length:,} tokens."
+    )
+
+
+def _usable_length_headline(stats: RunStatistics, ranking: Ranking, best: str, length: int) -> str:
+    times = f"{length / stats.trained_length:.3g}"
+    who = (
+        f"Use {_best_names(stats, ranking, best)}" if best != stats.plain else "Use the plain model"
+    )
+    text = f"{who} up to {length:,} tokens, {times} times the trained {stats.trained_length:,}: it "
+    if (retention := stats.retention(best, length)) is not None:
+        text += f"keeps {share_with_interval(retention)} of the plain model's accuracy there"
+    return f"{text}{_price_clause(stats, best)}{_rivals_clause(stats, ranking)}."
+
+
+def _best_names(stats: RunStatistics, ranking: Ranking, best: str) -> str:
+    """Return the best method's name, and the names of methods with the same numbers."""
+    labels = next(labels for labels in ranking.groups if best in labels)
+    return " or ".join(stats.names[label] for label in labels[: _MAX_HEADLINE_NAMES + 1])
+
+
+def _price_clause(stats: RunStatistics, label: str) -> str:
+    """Return what a method costs within the trained length; nothing where that is unknown."""
+    if stats.plain is None or label == stats.plain:
+        return ""
+    parts = []
+    ratio = stats.ratio(label, stats.plain, beyond=False)
+    if ratio is not None and math.isfinite(ratio.estimate):
+        parts.append(f"{_change_with_range(ratio)} in perplexity")
+    if (short := stats.short_overall(label)) is not None:
+        change = short.difference
+        numbers = f"{points_text(change.estimate)} points ({points_range(change)})"
+        parts.append(f"{numbers} at short tasks")
+    if not parts:
+        return ""
+    return f", at the price of {' and '.join(parts)} up to {stats.trained_length:,}"
+
+
+def _rivals_clause(stats: RunStatistics, ranking: Ranking) -> str:
+    if not ranking.rivals:
+        return ""
+    return f"; not told apart from it: {_rival_names(stats, ranking, _MAX_HEADLINE_NAMES)}"
+
+
+def _rival_names(stats: RunStatistics, ranking: Ranking, most: int) -> str:
+    """Return the names of the first rivals, and how many more there are."""
+    names = [stats.names[label] for label in ranking.rivals]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _likelihood_headline(
+    stats: RunStatistics,
+    ranking: Ranking,
+    best: str,
+    length: int,
+    difference: MeanTest,
+    p_value: float,
+) -> str:
+    who, texts = stats.names[best], f"{difference.mean.effective_n:,.0f}"
+    count = f"{texts} text{'s' if texts != '1' else ''}"
+    sure = f"({p_text(p_value)}, {count})"
+    if difference.mean.low == difference.mean.high == 0:
+        return (
+            f"Use none of these methods at {length:,} tokens: with the best of them, {who}, the "
+            "right answers are exactly as likely as with the plain model "
+            f"({n_text(difference.mean)})."
+        )
+    if p_value >= SIGNIFICANCE_LEVEL:
+        needed = texts_needed(stats, length, difference)
+        more = f"; about {needed:,} would do" if needed else ""
+        leader = who if difference.mean.estimate < 0 else "the plain model"
+        likeliest = f"at {length:,} tokens: the right answers are the likeliest with {leader}, "
+        if (least := too_few_texts(stats, length, difference)) is not None:
+            few = "is too little" if texts == "1" else "are too few"
+            return (
+                f"This run cannot decide what to use {likeliest}but {count} {few} to say "
+                f"({least} decide)."
+            )
+        return (
+            f"This run cannot decide what to use {likeliest}but {count} are too few to be sure "
+            f"({p_text(p_value)}{more})."
+        )
+    if difference.mean.estimate > 0:
+        return (
+            f"Use none of these methods at {length:,} tokens: even with {who}, the best of them, "
+            f"the right answers are less likely than with the plain model {sure}."
+        )
+    if stats.floor is not None and not stats.reads_answers(best, length):
+        return (
+            f"This run cannot decide what to use at {length:,} tokens: with {who} the right "
+            f"answers are likelier than with the plain model {sure}, but not surely likelier than "
+            "where the text lacks them."
+        )
+    return (
+        f"At {length:,} tokens use {_best_names(stats, ranking, best)} rather than the plain "
+        f"model: the right answers are likelier with it {sure}{_price_clause(stats, best)}"
+        f"{_rivals_clause(stats, ranking)}; that the model is usable there is not shown."
+    )
+
+
+def _accuracy_headline(stats: RunStatistics, best: str) -> str:
+    """Return what accuracy says where no length is shown to be usable."""
+    who = "the plain model" if best == stats.plain else stats.names[best]
+    far = stats.accuracy(best, lengths=stats.lengths_beyond_training)
+    share = "" if far is None else share_with_interval(far)
+    beyond = f"beyond the trained {stats.trained_length:,} tokens"
+    first = stats.lengths_beyond_training[0]
+    retention = stats.retention(best, first)
+    if retention is None:
+        reason = stats.effective_length(best)[1]
+        answers = f"; with {who} {share} of the answers are right there" if share else ""
+        return f"This run cannot decide what to use {beyond}: {reason}{answers}."
+    kept = share_with_interval(retention)
+    if retention.high >= THRESHOLD:
+        return (
+            f"This run cannot decide what to use {beyond}: with {who} the model keeps {kept} of "
+            f"its accuracy at {first:,}, which may be above or below {THRESHOLD:.0%}."
+        )
+    if best == stats.plain:
+        return (
+            f"The plain model is not usable {beyond}: at {first:,} it keeps {kept} of its accuracy."
+        )
+    return (
+        f"Use none of these methods {beyond}: even with {who}, the best of them, the model keeps "
+        f"{kept} of its accuracy at {first:,}."
+    )
+
+
+def _perplexity_headline(stats: RunStatistics, best: str) -> str:
+    """Return what perplexity says alone: it does not show that far text is read."""
+    mine, beyond = stats.average(best, beyond=True), f"beyond {stats.trained_length:,} tokens"
+    numbers = _perplexity_with_range(mine) if mine else ""
+    head = "This run cannot decide what to use: it measured no answers, only perplexity, which "
+    if best == stats.plain:
+        return f"{head}{beyond} is {numbers} with the plain model."
+    plain = stats.average(stats.plain, beyond=True) if stats.plain is not None else None
+    text = f"{head}{beyond} is the lowest with {stats.names[best]}, {numbers}"
+    if plain is not None:
+        text += f" against {_perplexity_with_range(plain)} of the plain model"
+    ratio, record = stats.ratio_to_control(best), stats.control_record
+    if ratio is not None and record is not None:
+        cut = f"with the text cut to its last {record['context']:,} tokens"
+        sure = ", and lower than" if ratio.high < 1 else ", but not surely lower than"
+        text += f"{sure} {cut}, {_change_with_range(ratio)}"
+    return f"{text}."
+
+
+def _change_with_range(ratio: Interval) -> str:
+    text, span = change_text(ratio), change_range(ratio)
+    return f"{text} ({span})" if span else text
+
+
+def _perplexity_with_range(interval: Interval) -> str:
+    text, span = perplexity_text(interval.estimate), perplexity_range(interval)
+    return f"{text} ({span})" if span else text
 
 
 class Ranking:
@@ -262,7 +240,7 @@ class Ranking:
 
     The deciding measure is the likelihood of the right answers at the longest length beyond the
     trained one; else how far accuracy is kept, or accuracy; else perplexity beyond the trained
-    length. Methods that tie are ordered by their price within the trained length.
+    length. Methods that tie are ordered by their perplexity within the trained length.
     """
 
     def __init__(self, stats: RunStatistics) -> None:
@@ -273,7 +251,7 @@ class Ranking:
         """Return all labels, best first; a list holds those with the same numbers everywhere."""
         same: dict[object, list[str]] = {}
         for label in self._stats.labels:
-            numbers = None if label == self._stats.plain else _numbers(self._stats, label)
+            numbers = None if label == self._stats.plain else _all_results(self._stats, label)
             same.setdefault(numbers or label, []).append(label)
         return sorted(same.values(), key=lambda labels: self._key(labels[0]))
 
@@ -392,17 +370,17 @@ class Ranking:
     def _key(self, label: str) -> tuple[float, ...]:
         """Return what sorts a method: smaller is better."""
         stats = self._stats
-        price = _price(stats, label)
+        within = _perplexity_within(stats, label)
         if (length := stats.verdict_length) is not None:
             loss = stats.answer_loss(label, length)
-            return (loss.mean.estimate if loss else math.inf, price)
+            return (loss.mean.estimate if loss else math.inf, within)
         if stats.tasks and stats.lengths_beyond_training:
             retention = stats.retention(label, stats.lengths[-1])
             far = stats.accuracy(label, lengths=stats.lengths_beyond_training)
             kept = retention.estimate if retention else far.estimate if far else -1
             usable = stats.effective_length(label)[0] or 0
-            return (-usable, -kept, _far_loss(stats, label), price)
-        return (_far_loss(stats, label), price)
+            return (-usable, -kept, _perplexity_beyond(stats, label), within)
+        return (_perplexity_beyond(stats, label), within)
 
     def _equals(self, length: int) -> set[str]:
         """Return the patched methods with the best one's loss, itself among them."""
@@ -413,7 +391,7 @@ class Ranking:
         return {label for label in stats.patched if stats.answer_loss(label, length) == loss}
 
 
-def _price(stats: RunStatistics, label: str) -> float:
+def _perplexity_within(stats: RunStatistics, label: str) -> float:
     """Return perplexity within the trained length over the plain model's; infinite if unknown."""
     if label == stats.plain:
         return 1.0
@@ -422,13 +400,13 @@ def _price(stats: RunStatistics, label: str) -> float:
     return math.inf if ratio is None or math.isnan(ratio.estimate) else ratio.estimate
 
 
-def _far_loss(stats: RunStatistics, label: str) -> float:
-    """Return perplexity beyond the trained length; infinite if unknown."""
+def _perplexity_beyond(stats: RunStatistics, label: str) -> float:
+    """Return perplexity beyond the trained length, over the control's if there is one."""
     loss = stats.ratio_to_control(label) or stats.average(label, beyond=True)
     return math.inf if loss is None or math.isnan(loss.estimate) else loss.estimate
 
 
-def _numbers(stats: RunStatistics, label: str) -> str:
+def _all_results(stats: RunStatistics, label: str) -> str:
     """Return everything that was measured under a method but times; empty if nothing was."""
     results: Any = stats.results
     perplexity = results.get("perplexity") or {}
@@ -440,184 +418,209 @@ def _numbers(stats: RunStatistics, label: str) -> str:
     return repr(parts) if any(parts) else ""
 
 
-_MAX_NAMES = 2  # of a sentence
+def likelihood_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:
+    """Yield what the likelihoods of the right answers decide beyond the trained length."""
+    length = stats.verdict_length
+    if length is None or stats.plain is None:
+        return
+    best = ranking.best
+    comparison = stats.comparisons_with_plain(length).get(best) if best else None
+    if best is None or comparison is None:
+        return
+    yield comparison_sentence(stats, best, length, *comparison)
+    if others := _rivals_sentence(stats, ranking):
+        yield others
+    if floor := _floor_sentence(stats, best, length):
+        yield floor
 
 
-def headline(stats: RunStatistics, ranking: Ranking) -> str:
-    """Return the sentence that a reader of nothing else needs.
-
-    Retrieval decides before perplexity does: accuracy where it shows a length to be usable, else
-    the likelihood of the right answers, else accuracy again. What cannot be decided is said so.
+def comparison_sentence(
+    stats: RunStatistics, best: str, length: int, difference: MeanTest, p_value: float
+) -> str:
+    """Return what the likelihoods of right answers say of one method, with its numbers.
 
     Args:
         stats: One run's statistics.
-        ranking: The order of its methods.
+        best: The method's label.
+        length: Tokens.
+        difference: The method's loss less the plain model's.
+        p_value: Of the difference, corrected.
     """
-    best = ranking.best
-    if best is None:
-        return "Nothing was measured."
-    usable = stats.effective_length(best)[0] if stats.lengths else None
-    if usable is not None and usable > stats.trained_length:
-        return _usable(stats, ranking, best, usable)
-    length = stats.verdict_length
-    if length is not None and (test := stats.comparisons_with_plain(length).get(best)):
-        return _likelier(stats, ranking, best, length, *test)
-    if stats.lengths_beyond_training:
-        return _accuracy(stats, best)
-    if stats.average(best, beyond=True) is not None:
-        return _perplexity(stats, best)
-    if not stats.tasks and not stats.losses:
-        return "Nothing was measured that tells which method to use."
-    return (
-        "This run cannot decide what to use: it measured nothing beyond the trained "
-        f"{stats.trained_length:,} tokens."
+    mine, plain = (stats.answer_loss(label, length) for label in (best, stats.plain or ""))
+    assert mine is not None
+    assert plain is not None
+    methods = len(stats.comparisons_with_plain(length))
+    after = correction_text(stats, methods, length)
+    numbers = (
+        f"{nats_text(mine.mean.estimate)} against {nats_text(plain.mean.estimate)} nats a token "
+        f"(difference {nats_text(difference.mean.estimate)}, {_interval_text(difference)}, "
+        f"{p_text(p_value)}{after})"
     )
-
-
-def _usable(stats: RunStatistics, ranking: Ranking, best: str, length: int) -> str:
-    times = f"{length / stats.trained_length:.3g}"
-    who = f"Use {_names(stats, ranking, best)}" if best != stats.plain else "Use the plain model"
-    text = f"{who} up to {length:,} tokens, {times} times the trained {stats.trained_length:,}: it "
-    if (retention := stats.retention(best, length)) is not None:
-        numbers = f"{percent(retention.estimate)} ({percent_range(retention)}, {n_text(retention)})"
-        text += f"keeps {numbers} of the plain model's accuracy there"
-    return f"{text}{_price_text(stats, best)}{_rivals_text(stats, ranking)}."
-
-
-def _likelier(
-    stats: RunStatistics,
-    ranking: Ranking,
-    best: str,
-    length: int,
-    difference: MeanTest,
-    p_value: float,
-) -> str:
-    who, texts = stats.names[best], f"{difference.mean.effective_n:,.0f}"
-    count = f"{texts} text{'s' if texts != '1' else ''}"
-    sure = f"({p_text(p_value)}, {count})"
+    who = stats.names[best]
+    at, head = f"at {length:,} tokens", f"At {length:,} tokens"
     if difference.mean.low == difference.mean.high == 0:
+        return f"{head} {who} changes the likelihood of no right answer: {numbers}."
+    if (least := too_few_texts(stats, length, difference)) is not None:
         return (
-            f"Use none of these methods at {length:,} tokens: with the best of them, {who}, the "
-            "right answers are exactly as likely as with the plain model "
-            f"({n_text(difference.mean)})."
+            f"This run has too few texts to say ({least} decide) whether {who} makes the right "
+            f"answers likelier than no patch {at}: {numbers}."
         )
     if p_value >= SIGNIFICANCE_LEVEL:
-        needed = texts_needed(stats, length, difference)
-        more = f"; about {needed:,} would do" if needed else ""
-        leader = who if difference.mean.estimate < 0 else "the plain model"
-        likeliest = f"at {length:,} tokens: the right answers are the likeliest with {leader}, "
-        if (least := too_few_texts(stats, length, difference)) is not None:
-            few = "is too little" if texts == "1" else "are too few"
-            return (
-                f"This run cannot decide what to use {likeliest}but {count} {few} to say "
-                f"({least} decide)."
-            )
+        more = ""
+        if needed := texts_needed(stats, length, difference):
+            more = f"; about {needed:,} texts would, if the difference is as measured"
         return (
-            f"This run cannot decide what to use {likeliest}but {count} are too few to be sure "
-            f"({p_text(p_value)}{more})."
+            f"This run cannot decide whether {who} makes the right answers likelier than no "
+            f"patch {at}: {numbers}{more}."
         )
     if difference.mean.estimate > 0:
         return (
-            f"Use none of these methods at {length:,} tokens: even with {who}, the best of them, "
-            f"the right answers are less likely than with the plain model {sure}."
+            f"No method makes the right answers likelier than no patch {at}; under the best of "
+            f"them, {who}, they are less likely: {numbers}."
         )
-    if stats.floor is not None and not stats.reads_answers(best, length):
-        return (
-            f"This run cannot decide what to use at {length:,} tokens: with {who} the right "
-            f"answers are likelier than with the plain model {sure}, but not surely likelier than "
-            "where the text lacks them."
-        )
-    return (
-        f"At {length:,} tokens use {_names(stats, ranking, best)} rather than the plain model: the "
-        f"right answers are likelier with it {sure}{_price_text(stats, best)}"
-        f"{_rivals_text(stats, ranking)}; that the model is usable there is not shown."
-    )
+    return f"{head} {who} makes the right answers likelier than no patch: {numbers}."
 
 
-def _accuracy(stats: RunStatistics, best: str) -> str:
-    """Return what accuracy says where no length is shown to be usable."""
-    who = "the plain model" if best == stats.plain else stats.names[best]
-    far = stats.accuracy(best, lengths=stats.lengths_beyond_training)
-    share = "" if far is None else f"{percent(far.estimate)} ({percent_range(far)}, {n_text(far)})"
-    beyond = f"beyond the trained {stats.trained_length:,} tokens"
-    first = stats.lengths_beyond_training[0]
-    retention = stats.retention(best, first)
-    if retention is None:
-        reason = stats.effective_length(best)[1]
-        answers = f"; with {who} {share} of the answers are right there" if share else ""
-        return f"This run cannot decide what to use {beyond}: {reason}{answers}."
-    kept = f"{percent(retention.estimate)} ({percent_range(retention)}, {n_text(retention)})"
-    if retention.high >= THRESHOLD:
-        return (
-            f"This run cannot decide what to use {beyond}: with {who} the model keeps {kept} of "
-            f"its accuracy at {first:,}, which may be above or below {THRESHOLD:.0%}."
-        )
-    if best == stats.plain:
-        return (
-            f"The plain model is not usable {beyond}: at {first:,} it keeps {kept} of its accuracy."
-        )
-    return (
-        f"Use none of these methods {beyond}: even with {who}, the best of them, the model keeps "
-        f"{kept} of its accuracy at {first:,}."
-    )
+def _interval_text(test: MeanTest) -> str:
+    """Return a loss's interval, values and texts: 95% interval −4.5 to −3.6, n = 40, 8 texts."""
+    mean = test.mean
+    texts = f"{mean.effective_n:,.0f} text{'s' if mean.effective_n != 1 else ''}"
+    rests_on = f"n = {mean.n:,.0f}, {texts}"
+    if not math.isfinite(mean.half_width):
+        return f"no interval, {rests_on}"
+    return f"95% interval {nats_range(mean)}, {rests_on}"
 
 
-def _perplexity(stats: RunStatistics, best: str) -> str:
-    """Return what perplexity says alone: it does not show that far text is read."""
-    mine, beyond = stats.average(best, beyond=True), f"beyond {stats.trained_length:,} tokens"
-    numbers = _perplexity_text(mine) if mine else ""
-    head = "This run cannot decide what to use: it measured no answers, only perplexity, which "
-    if best == stats.plain:
-        return f"{head}{beyond} is {numbers} with the plain model."
-    plain = stats.average(stats.plain, beyond=True) if stats.plain is not None else None
-    text = f"{head}{beyond} is the lowest with {stats.names[best]}, {numbers}"
-    if plain is not None:
-        text += f" against {_perplexity_text(plain)} of the plain model"
-    ratio, record = stats.ratio_to_control(best), stats.control_record
-    if ratio is not None and record is not None:
-        cut = f"with the text cut to its last {record['context']:,} tokens"
-        sure = ", and lower than" if ratio.high < 1 else ", but not surely lower than"
-        text += f"{sure} {cut}, {_change(ratio)}"
-    return f"{text}."
-
-
-def _names(stats: RunStatistics, ranking: Ranking, best: str) -> str:
-    """Return the best method's name, and of those that are the same."""
-    labels = next(labels for labels in ranking.groups if best in labels)
-    return " or ".join(stats.names[label] for label in labels[: _MAX_NAMES + 1])
-
-
-def _price_text(stats: RunStatistics, label: str) -> str:
-    """Return what a method costs within the trained length; nothing where that is unknown."""
-    if stats.plain is None or label == stats.plain:
+def _rivals_sentence(stats: RunStatistics, ranking: Ranking) -> str:
+    if len(stats.patched) < 2:
         return ""
-    parts = []
-    ratio = stats.ratio(label, stats.plain, beyond=False)
-    if ratio is not None and math.isfinite(ratio.estimate):
-        parts.append(f"{_change(ratio)} in perplexity")
-    if (short := stats.short_overall(label)) is not None:
-        change = short.difference
-        numbers = f"{points_text(change.estimate)} points ({points_range(change)})"
-        parts.append(f"{numbers} at short tasks")
-    if not parts:
-        return ""
-    return f", at the price of {' and '.join(parts)} up to {stats.trained_length:,}"
-
-
-def _rivals_text(stats: RunStatistics, ranking: Ranking) -> str:
     if not ranking.rivals:
+        return "Each of the other methods is shown to be worse than it."
+    return f"Not told apart from it: {_rival_names(stats, ranking, _MAX_LISTED_RIVALS)}."
+
+
+def _floor_sentence(stats: RunStatistics, best: str, length: int) -> str:
+    if stats.floor is None:
         return ""
-    names = [stats.names[label] for label in ranking.rivals[:_MAX_NAMES]]
-    more = len(ranking.rivals) - len(names)
-    listed = ", ".join(names) + f" and {more} more" * bool(more)
-    return f"; not told apart from it: {listed}"
+    floor = stats.floor.mean.estimate
+    text = (
+        "Without the answers in the text, the plain model gives them "
+        f"{nats_text(floor)} nats a token"
+    )
+    if stats.reads_answers(best, length):
+        return f"{text}: the model does read them."
+    return f"{text}: it is not shown that the model reads them."
 
 
-def _change(ratio: Interval) -> str:
-    text, span = change_text(ratio), change_range(ratio)
-    return f"{text} ({span})" if span else text
+def is_shown_to_help(stats: RunStatistics, label: str, length: int) -> bool:
+    """Return whether a method is shown to make the right answers likelier than no patch.
+
+    By the paired test against the plain model, corrected over all methods of the run, and, where
+    the run has controls, by the test that the model reads the answers at all.
+    """
+    comparison = stats.comparisons_with_plain(length).get(label)
+    if comparison is None:
+        return False
+    difference, p_value = comparison
+    is_better = difference.mean.estimate < 0 and p_value < SIGNIFICANCE_LEVEL
+    return is_better and (stats.floor is None or stats.reads_answers(label, length))
 
 
-def _perplexity_text(interval: Interval) -> str:
-    text, span = perplexity_text(interval.estimate), perplexity_range(interval)
-    return f"{text} ({span})" if span else text
+def correction_text(stats: RunStatistics, methods: int, length: int | None = None) -> str:
+    """Return what a p-value is corrected for: after Holm over 3 methods and 2 looks."""
+    looks = stats.looks if stats.look_factor(length) > 1 else 0
+    parts = [f"Holm over {methods} methods"] * (methods > 1)
+    parts += [f"{looks} look{'s' if looks > 1 else ''} at growing data"] * (looks > 0)
+    return f" after {' and '.join(parts)}" if parts else ""
+
+
+def texts_needed(stats: RunStatistics, length: int, difference: MeanTest) -> int | None:
+    """Return how many texts would decide, if the difference is as measured; None if unknown."""
+    needed = texts_to_decide(difference, stats.deciding_level(length))
+    return needed if needed and needed > difference.mean.effective_n else None
+
+
+def too_few_texts(stats: RunStatistics, length: int, difference: MeanTest) -> int | None:
+    """Return the fewest texts that decide, where a difference rests on fewer, else None."""
+    least = stats.least_texts(length)
+    return None if difference.mean.effective_n >= least else least
+
+
+def find_gaps(results: RunRecord) -> list[str]:
+    """Return what is missing from one run's results, each with the reason.
+
+    A part that failed is missing. So is a task's score at a length under a method if all of its
+    samples failed. A failed sample among others is no gap: the report lists it without counting it.
+
+    Args:
+        results: One run's results.
+    """
+    missing = [one_line(note) for note in results["run"].get("not_run") or []]
+    tasks = [(entry["task"], entry["samples"]) for entry in results.get("retrieval") or []]
+    tasks += [
+        (f"the control of {entry['task']}", entry["samples"])
+        for entry in results.get("control") or []
+    ]
+    for name, samples in tasks:
+        for label, rows in samples.items():
+            missing += _lengths_without_score(f"{name}, {label}", rows)
+    for entry in results.get("short") or []:
+        for label, scores in entry["samples"].items():
+            if scores and all(score is None for score in scores):
+                missing.append(one_line(f"{entry['task']}, {label}: all of its samples failed"))
+    return missing
+
+
+def _lengths_without_score(task: str, rows: Sequence[SampleRecord]) -> list[str]:
+    """Return the lengths at which no sample has a score; one entry if that is so at all lengths."""
+    by_length: dict[int, list[SampleRecord]] = {}
+    for row in rows:
+        by_length.setdefault(row["length"], []).append(row)
+    empty = {
+        length: at[0].get("error")
+        for length, at in by_length.items()
+        if all(row["score"] is None for row in at)
+    }
+    if len(empty) == len(by_length) > 1:
+        return [one_line(f"{task}: {next(iter(empty.values()))}")]
+    return [
+        one_line(f"{task}, {length:,} tokens: {reason}") for length, reason in sorted(empty.items())
+    ]
+
+
+def gap_sentence(missing: list[str]) -> str:
+    """Return one sentence that names the gaps and how to fill them.
+
+    Args:
+        missing: From `find_gaps`; not empty.
+    """
+    names = [note.partition(": ")[0] for note in missing]
+    more = max(0, len(names) - _MAX_LISTED_GAPS)
+    shown = names[:_MAX_LISTED_GAPS] + [f"{more} more"] * (more > 0)
+    parts = "1 part was" if len(names) == 1 else f"{len(names)} parts were"
+    return (
+        f"Incomplete: {parts} not measured ({'; '.join(shown)}); the same command tries again, and "
+        "keeps what was measured."
+    )
+
+
+def method_row(
+    run: RunResults, label: str, cells: list[Cell], group: str = "", task: str = ""
+) -> Row:
+    """Return the row of a method in a table of one run.
+
+    Args:
+        run: The run.
+        label: The method's label.
+        cells: The row's cells.
+        group: The head above the row; none if empty.
+        task: The task that filters know the row by; none if empty.
+    """
+    return Row(
+        name=run.names[label],
+        key=run.colour_names[label],
+        cells=cells,
+        group=group,
+        method=filter_mark(label),
+        task=filter_mark(task) if task else "",
+    )

@@ -25,7 +25,7 @@ from rope_patch.utils.installation import own_version
 
 NAME = "rope-patch"
 
-# Of the package's interface. A package with another number lies in another branch of the hub.
+# Version of the package's interface; another version lies in another branch of the hub.
 INTERFACE_VERSION = 1
 
 # A folder for each backend; the modules are the same.

@@ -35,11 +35,11 @@ from rope_patch.ops.validation import validate_shapes
 # number is the same on every device, so sums are taken in the same order.
 _PROGRAMS = 2048
 
-# Without them, more programs hide each other's waiting.
+# Programs of the backward pass without gradients of weights: more hide each other's waiting.
 _PROGRAMS_FROZEN = 4096
 
-# With them, where one program holds all heads of a token, with as many weights, in 4 warps. More
-# warps compute the same angles more often.
+# Programs of a backward pass where the norm spans all heads, and the warps of each: a program holds
+# all heads of a token, and more warps compute the same angles more often.
 _PROGRAMS_ALL_HEADS = 512
 WARPS_ALL_HEADS = 4
 

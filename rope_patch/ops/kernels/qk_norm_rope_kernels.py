@@ -35,7 +35,7 @@ def _norm_tile(
     eps, NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store a tile of which `read_pairs` read the pairs.
+    """Norm, rotate and store a tile whose pairs `read_pairs` has read.
 
     The first `written` of the heads are stored.
     """
@@ -292,7 +292,7 @@ def backward_kernel(
         )  # fmt: skip
 
 
-_ELEMENTS = 4096  # that a program reads at once: 16 KB
+_ELEMENTS = 4096  # numbers that a program reads at once: 16 KB of float32
 _WARPS = 8
 
 # Columns of a program: few where all are few, so that many programs read.

@@ -67,7 +67,7 @@ def rotate_tile(
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, KEYS: tl.constexpr,
     DENSE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and store a tile of which `read_rows` read the pairs."""
+    """Rotate and store a tile whose pairs `read_rows` has read."""
     first, second = widen_pairs(raw1, raw2, PAIRS, HEADS, INTERLEAVED)
     first, second = rotate(first, second, cos, sin)
     target, valid, target_d = _token_rows(

@@ -141,7 +141,7 @@ class LengthHooks:
         self.fixed_length: float | None = None
         self.group: Any = None
         self.position_rule: PositionRule | None = None
-        self.kernels: str | None = None  # which kernels take positions; None if none do
+        self.kernels: str | None = None  # the kernels that take positions; None if none do
         self.patch_id = uuid.uuid4().hex
         self.frequency_table = FrequencyTable(
             method, geometries, traits.frequencies, self.attribute_names

@@ -163,7 +163,7 @@ class PatchedAttentionForward(ReboundForward):
             "interleaved": self.interleaved,
             "heads_dim": unsqueeze_dim,
             "kernels": self.kernels,
-            "inplace": overwrites and self.kernels != "reference",  # which would make copies first
+            "inplace": overwrites and self.kernels != "reference",  # the reference copies first
         }
         norm_options: dict[str, Any] = {}
         if norms is not None and weights is not None:
@@ -321,7 +321,7 @@ def use_exact_positions(x: torch.Tensor, kernels: str) -> bool:
     if torch.compiler.is_compiling():
         return kernels != "auto" and (kernels == "reference" or use_triton(x, kernels))
     if kernels == "auto":
-        return use_triton(x)  # which asks for the modes, too, but raises in none
+        return use_triton(x)  # checks the modes, too, but raises in none
     return not needs_plain_torch() and (kernels == "reference" or use_triton(x, kernels))
 
 
@@ -612,7 +612,7 @@ def _probe_norm(norm_class: Any) -> RMSNormSpec | None:
     with torch_defaults():
         generator = torch.Generator().manual_seed(0)
         x, weight = (torch.randn(n, 8, generator=generator) for n in (4, 1))
-        x = x * 1e-3  # so small that eps matters
+        x = x * 1e-3  # small enough that eps matters
         for eps in ("variance_epsilon", "eps"):
             stranger = norm_class.__new__(norm_class)
             nn.Module.__init__(stranger)

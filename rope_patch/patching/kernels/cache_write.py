@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rope_patch.ops import qk_norm_rope, rope, rope_into_cache, use_triton
 from rope_patch.transformers_api.caches import CACHE_FILE, Cache, StaticLayer
 
-# As transformers has them, before anybody replaces them on the classes.
+# transformers' own functions, read before anybody replaces them on the classes.
 _CACHE_UPDATE = Cache.update
 _LAYER_UPDATE = StaticLayer.update
 

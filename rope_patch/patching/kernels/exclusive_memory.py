@@ -88,7 +88,7 @@ def _has_shared_memory(x: Any) -> bool:
         or torch._C._storage_Use_Count(storage._cdata) != (2 if base is None else 3)
         or storage.nbytes() != x.numel() * x.element_size()
         or not storage.resizable()  # torch does not own the memory: NumPy, DLPack, a mapped file
-        or (x.device.type == "cpu" and storage.is_shared())  # with other processes
+        or (x.device.type == "cpu" and storage.is_shared())  # other processes may share it
         or torch._debug_has_internal_overlap(x) != 0
     )
 
@@ -99,7 +99,7 @@ def _cpp_references(x: Any) -> int:
 
 @functools.cache
 def _shared_counts() -> _SharedCounts:
-    with torch.inference_mode(False):  # in which views have no base
+    with torch.inference_mode(False):  # in inference mode views have no base
         owner = torch.empty(2)
         view = owner[:]
     del owner

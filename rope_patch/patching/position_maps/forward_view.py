@@ -159,7 +159,7 @@ def _are_consecutive(queries: torch.Tensor, keys: torch.Tensor) -> bool:
     return bool(is_same & (keys[0, 0] >= 0))
 
 
-_BAND_BLOCK = 256  # queries
+_BAND_BLOCK = 256  # queries whose band of the mask is made at once
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def cut_region(region: int, start: np.ndarray, stop: np.ndarray) -> Iterator[Pie
     is_regular = (steps[0] == 1) & (steps[1:] >= 0).all(0) & (steps[1:] <= 1).all(0)
     first = 0
     while first < len(rows):
-        last = first  # of a segment whose ends move alike
+        last = first  # last row of a segment whose ends move alike
         while (
             last < len(rows) - 1
             and is_regular[last]
@@ -241,7 +241,7 @@ def _cut_segment(
             yield Piece(region, slice(row + n, row + n + 1), slice(start + n, stop))
 
 
-_BLOCK = 256  # queries, whose part of a mask is compared at once
+_BLOCK = 256  # queries whose part of a mask is compared at once
 
 
 class Visibility:
@@ -363,7 +363,7 @@ def _both(seen: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     return other if seen is None else seen & other
 
 
-_GROWTH = 1.25  # of a buffer that is full
+_GROWTH = 1.25  # a full buffer's next size over the size that is needed
 
 
 @dataclass

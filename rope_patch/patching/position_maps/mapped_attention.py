@@ -201,7 +201,7 @@ def install_position_map(
             if _rotates_in_float64(traits, layer_type):
                 chosen = "hf"  # our kernels have frequencies in float32
             else:
-                inv_freq = inv_freq.float().double()  # as the model has them
+                inv_freq = inv_freq.float().double()  # rounded to float32 as the model's are
             inv_freq = -inv_freq if layout.is_backward else inv_freq
             rotations[layer_type] = ShiftRotation(inv_freq, layout.interleaved, chosen)
         for attention, layer_type in attentions:
@@ -216,7 +216,7 @@ def _rotates_in_float64(traits: RotaryTraits, layer_type: str | None) -> bool:
     return getattr(module, name).dtype == torch.float64
 
 
-_LOGITS = 2**24  # of one block
+_LOGITS = 2**24  # logits that a block of queries has at most
 
 
 def attend_masked(

@@ -11,7 +11,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from rope_patch.patching.position_maps.forward_view import ForwardView, TurnedKeys
 from rope_patch.patching.position_maps.shift_tables import ShiftPositions, ShiftRotation
 
-_AHEAD = 64  # keys turned together before they are far, so that few steps turn any
+_AHEAD = 64  # keys that are rotated for far queries in advance, so that few steps rotate any
 
 
 def attend_by_parts(
@@ -299,7 +299,7 @@ def _on_cuda(
     """Return a part from a fused kernel; None where torch's own checks let none take it."""
     is_causal, mask = how
     groups = query.shape[1] // key.shape[1]
-    is_padded = query.shape[-1] % 8  # as the public function pads, after these checks
+    is_padded = query.shape[-1] % 8  # the public function pads, but after these checks
     if (
         mask is None
         and not is_padded

@@ -49,7 +49,7 @@ ESSENTIAL = "cached steps equal one pass"
 
 _STEPS = 6  # tokens that are decoded one by one
 _CHUNKS = (5, 7)  # tokens that are read together behind others
-_STRETCH = sum(_CHUNKS)  # tokens over which a growing rotation must stay
+_STRETCH = sum(_CHUNKS)  # tokens over which a growing rotation must stay the same
 _LONGEST_TRAINED = 256  # tokens; a tiny model that was trained on more is not tiny
 
 PatchFunction = Callable[[Any, Extension], Patch]
@@ -395,7 +395,7 @@ def _compare(
         error = measure(subject, lengths, *arguments)
     except Refused as refusal:
         return Check(name, REFUSED, problem=describe_error(refusal))
-    except Exception as raised:  # of our hooks, or of what they run
+    except Exception as raised:  # our hooks raise, or what they run
         return Check(name, WRONG, problem=describe_error(raised))
     if error <= LIMIT:
         return Check(name, OK, error)

@@ -350,7 +350,7 @@ def _prove_kind(
         return KindProof(kind, REFUSED, problem=describe_error(refusal))
     except CannotShrink:
         raise
-    except Exception as error:  # of our hooks, or of what they run
+    except Exception as error:  # our hooks raise, or what they run
         return KindProof(kind, FAILED, tuple(checks), f"the patch raises {describe_error(error)}")
     if any(check.verdict not in (OK, NOT_ASKED) for check in checks):
         return KindProof(kind, FAILED, tuple(checks))

@@ -68,7 +68,7 @@ _UNCHANGED = re.compile(
     r"(expand|d_conv|conv_kernel|kernel_size|interval|step|period|pattern|version|freq|stride|"
     r"multiplier|layer_ids?|offset|cap|scale|factor|group_size)"
 )
-# Of a checkpoint, and no part of the architecture.
+# Fields that describe a checkpoint, not the architecture.
 _DROPPED = ("quantization_config", "compression_config", "transformers_version", "auto_map")
 
 # Fields whose sizes follow from each other, by model_type.
@@ -194,7 +194,7 @@ def _shrink(config: Any, last: Collection[str | None]) -> dict[str, Any]:
     if tiny.get("head_dim"):
         tiny["head_dim"] = min(tiny_head_dim, fields["head_dim"])
     heads, groups = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
-    if groups is not None and groups == heads:  # as in multi-head latent attention
+    if groups is not None and groups == heads:  # multi-head latent attention has one group a head
         tiny["num_key_value_heads"] = tiny["num_attention_heads"]
     tiny |= _RELATED.get(fields.get("model_type", ""), {})
     return tiny | _layers(fields, tiny, last)

@@ -48,7 +48,7 @@ def rotations_of_pair(geometry: Geometry, pair: float) -> float:
         log = -step * pair
     else:
         for index in range(1, len(logs)):
-            logs[index] = min(logs[index], logs[index - 1])  # as in pair_with_rotations
+            logs[index] = min(logs[index], logs[index - 1])  # pair_with_rotations does the same
         index = min(int(pair), len(logs) - 1)
         next_log = logs[index + 1] if index + 1 < len(logs) else logs[index] - step
         log = logs[index] + (pair - index) * (next_log - logs[index])

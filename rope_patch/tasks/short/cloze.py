@@ -31,7 +31,7 @@ def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
         name = rng.choice(names)
         words = texts.split_words(name)
         end = rng.randrange(MAX_WORDS, len(words))
-        # Of thousands of places one serves, so what is quickly seen comes first.
+        # Few of thousands of places serve, so the cheapest check comes first.
         if not words[end].endswith(_SENTENCE_ENDS) or (name, end) in seen:
             continue
         right = _word_before_stop(words[end])

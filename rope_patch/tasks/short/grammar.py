@@ -35,7 +35,7 @@ WOMEN = _words("Mary Susan Julia Helen Laura Emma Alice Martha")
 MEN = _words("John Peter David George Robert Thomas Henry William")
 LIKED = _words("liked knew avoided admired followed trusted")
 TO_SELF = _words("hurt blamed praised introduced described defended surprised excused")
-PARTICIPLES = {  # of the past tense, where the two differ
+PARTICIPLES = {  # participle by past tense, where the two differ
     "broke": "broken", "stole": "stolen", "forgot": "forgotten", "drew": "drawn",
     "hid": "hidden", "saw": "seen", "took": "taken", "chose": "chosen", "threw": "thrown",
 }  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from rope_patch.training.data.documents import TokenizedDocument
 from rope_patch.utils.errors import did_you_mean
 
-_LETTERS = 5  # of the shortest word that is asked for
+_LETTERS = 5  # letters of the shortest word that is asked for
 _CANDIDATES = 20  # words that are tried before a task is given up
 _WORD = re.compile(r"[^\W\d_]+")
 # Up to a full stop, question or exclamation mark that is followed by white space; or an empty line.
@@ -26,7 +26,7 @@ _SENTENCE = re.compile(
     r"\S.*?(?:(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)[.!?][\"'”’)]*(?=\s)|(?=\n\s*\n)|\Z)",
     re.DOTALL,
 )
-Question = tuple[str, str]  # and its answer
+Question = tuple[str, str]  # a question and its answer
 
 
 def common_words(text: str, random: Random, fits: Callable[[str, str], bool]) -> Question | None:
@@ -118,13 +118,13 @@ def check_aggregation(share: float, tasks: list[str]) -> None:
             raise ValueError(f"aggregation_tasks names {task!r} twice: say it once")
 
 
-class Weaving(NamedTuple):
-    """Tokens of a document with a question.
+class RowWithQuestion(NamedTuple):
+    """The next tokens of a document, with a question about them and its answer.
 
     Attributes:
-        ids: Tokens, `[S]` int64.
-        labels: Their labels; a question and its answer are learnt as text is.
-        used: Tokens of the document among them.
+        ids: Token ids of document, question and answer, `[S]` int64.
+        labels: Labels of `ids`; a question and its answer are learnt as text is.
+        used: How many of `ids` are the document's.
     """
 
     ids: torch.Tensor
@@ -147,7 +147,7 @@ class TaskWeaver:
 
     def weave(
         self, document: TokenizedDocument, offset: int, limit: int, place: str
-    ) -> Weaving | None:
+    ) -> RowWithQuestion | None:
         """Return the next tokens of a document with a question about them.
 
         The question takes at most a quarter of them. It is at the end of a document that ends
@@ -170,7 +170,7 @@ class TaskWeaver:
         size = len(rest) - end
         room = min(limit - len(rest), size // 3)
         if room > 0 and (task := self._make_task(rest[:size], room, random)) is not None:
-            return Weaving(
+            return RowWithQuestion(
                 torch.cat([rest[:size], task, rest[size:]]),
                 torch.cat([labels[:size], task, labels[size:]]),
                 len(rest),
@@ -181,7 +181,7 @@ class TaskWeaver:
         if task is None:
             return None
         used = min(limit - len(task), len(rest))
-        return Weaving(
+        return RowWithQuestion(
             torch.cat([rest[:head], task, rest[head:used]]),
             torch.cat([labels[:head], task, labels[head:used]]),
             used,

@@ -15,7 +15,7 @@ import torch
 
 from rope_patch.training.data.readers import DocumentRef, columns_to_read
 
-IGNORED = -100  # a label that transformers' losses leave out
+IGNORED = -100  # the label of a token that transformers' losses leave out
 
 
 class TokenizedDocument(NamedTuple):

@@ -344,7 +344,7 @@ class DocumentSource:
         self.weaver: TaskWeaver | None = None
         self.read_text: Callable[[TokenizedDocument], str] | None = None
         self.state: dict[str, Any] = dict.fromkeys(_POSITION_KEYS + _COUNT_KEYS, 0)
-        self.state["cursor"] = None  # of the record; checkpoints of version 0.1 have none
+        self.state["cursor"] = None  # the next record's place; version 0.1 saved none
         self._readers, self._encode, self._window, self._seed = readers, encode, window, seed
         self._documents = self._read_documents()
         self._document: TokenizedDocument | None = None

@@ -1,4 +1,7 @@
-"""Readers of documents (text, JSON lines, Parquet, `datasets`, the Hub), by the names in recipes.
+"""Sources of documents by their names in recipes: their readers, and their fingerprints.
+
+`find_source` resolves a name into readers (text, JSON lines, Parquet, `datasets`, the Hub), and
+fails early if the source is missing or unsupported.
 
 A reader yields references to documents, from any document on. Each reference has a cursor: the
 document's place in the source, such as a byte offset or a Parquet row group and row. A reader that
@@ -7,10 +10,6 @@ tokenised only on demand.
 
 Plain files have readers of their own, because `datasets` loses the file and line of a broken
 record.
-
-Sources of documents: a recipe's names, resolved into readers, and their fingerprints.
-
-`find_source` fails early if a source is missing or unsupported.
 """
 
 from __future__ import annotations
@@ -33,11 +32,156 @@ from rope_patch.utils.errors import did_you_mean, one_line, parse_json
 
 FILE_TYPES = ".txt, .md, .jsonl, .json (lines; these also as .gz) and .parquet"
 _SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "lines"}
-_PARQUET_BATCH_ROWS = 16  # read at once: long documents have megabytes each
+_PARQUET_BATCH_ROWS = 16  # rows in memory at once, since long documents have megabytes each
 
-_MOST = 2**29  # bytes of one document: a small .gz may hold more than the memory does
+# A document's most bytes: a small .gz may hold more than the memory does.
+_MAX_DOCUMENT_BYTES = 2**29
 
-Cursor = dict[str, Any]  # JSON data
+# The fingerprint of a larger file hashes this many blocks of this many bytes: 16 MiB.
+_SAMPLED_BLOCKS = 256
+_BLOCK_BYTES = 2**16
+
+Cursor = dict[str, Any]  # where a document is in its source, in JSON's types
+
+
+def find_source(source: str, text_column: str) -> list[Reader]:
+    """Return the readers of a source, one a file or dataset.
+
+    Args:
+        source: A file, a folder, a glob, a folder of `Dataset.save_to_disk`,
+            `hub:NAME[,CONFIG][@SPLIT]`, or `novels:NAME` for a text of the package.
+        text_column: The records' column of text.
+
+    Raises:
+        ValueError: The source is missing, empty, or of an unsupported file type.
+    """
+    scheme, _, name = source.partition(":")
+    if scheme == "novels":
+        if name not in texts.names():
+            raise ValueError(
+                f"no novel {name!r}{did_you_mean(name, texts.names(), 0.5)}: expected one of "
+                f"{', '.join(texts.names())}"
+            )
+        return [TextReader(source, partial(texts.read_text, name))]
+    if scheme == "hub":
+        return [HubReader(source)]
+    readers: list[Reader] = [
+        SavedDatasetReader(place, text_column)
+        if place.is_dir()
+        else file_reader(place, text_column)
+        for place in _source_paths(source)
+    ]
+    if not readers:
+        raise ValueError(f"no documents in {source!r}: expected files {FILE_TYPES}")
+    return readers
+
+
+def _source_paths(source: str) -> list[Path]:
+    """Return the files and saved datasets of a path or glob, in order."""
+    path = Path(source).expanduser()
+    if path.exists():
+        matches = [path]
+    elif any(letter in source for letter in "*?["):
+        paths = sorted(glob(str(path), recursive=True))  # noqa: PTH207 -- absolute ones too
+        matches = [Path(match) for match in paths if Path(match).is_file() or "**" not in source]
+    else:
+        neighbours = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ValueError(
+            f"no data {source!r}{did_you_mean(path.name, neighbours, 0.5)}: "
+            "expected a file, a folder, a glob, "
+            "hub:NAME or novels:NAME"
+        )
+    return [place for match in matches for place in _paths_below(match)]
+
+
+def _paths_below(path: Path) -> list[Path]:
+    """Return the readable files below a path, sorted; skip hidden files and other file types."""
+    if not path.is_dir():
+        return [path]
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(str(p) for p in sorted(path.iterdir()) if p.is_dir())
+        raise ValueError(f"{path} has several splits: expected one of them, such as {splits}")
+    if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
+        return [path]
+    entries = [p for p in sorted(path.iterdir()) if not p.name.startswith(".")]
+    readable = (p for p in entries if p.is_dir() or file_type(p))
+    return [place for entry in readable for place in _paths_below(entry)]
+
+
+def file_reader(path: Path, column: str) -> Reader:
+    """Return the reader of a file.
+
+    Raises:
+        ValueError: The file is empty, or of an unsupported type.
+    """
+    require_file(path)
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty: expected documents; remove the file")
+    kind = file_type(path)
+    if kind is None:
+        raise ValueError(f"{path}: expected files {FILE_TYPES}, got {path.suffix or 'no suffix'!r}")
+    if kind == "text":
+        return TextReader(str(path), partial(_read_text, path))
+    return LinesReader(path) if kind == "lines" else ParquetReader(path, column)
+
+
+def require_file(path: Path) -> None:
+    """Raise if a path is a device, a pipe or a socket, which may have no end.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a file or a folder, got a device, a pipe or a socket")
+
+
+def file_type(path: Path) -> str | None:
+    """Return what a file holds by its name: "text", "lines", "parquet", or None for other types."""
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    return "parquet" if path.suffix.lower() == ".parquet" else _SUFFIXES.get(suffix)
+
+
+def fingerprint(source: str) -> str:
+    """Return a digest of a source's contents, independent of where its files are.
+
+    Of files above 16 MiB the size and 256 evenly spread blocks of 64 KiB are hashed, of a source on
+    the Hub its name.
+
+    Args:
+        source: See `find_source`.
+
+    Raises:
+        ValueError: See `find_source`.
+        OSError: A file cannot be read.
+    """
+    scheme, _, name = source.partition(":")
+    digest = hashlib.sha256()
+    if scheme == "novels":
+        digest.update(texts.read_text(name).encode())
+    elif scheme == "hub":
+        digest.update(name.encode())
+    else:
+        for place in _source_paths(source):
+            files = (
+                sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
+            )
+            for path in files:
+                digest_file(path, digest)
+    return f"sampled-sha256:{digest.hexdigest()[:32]}"
+
+
+def digest_file(path: Path, digest: Any) -> None:
+    """Add a file's type, its size and its contents to a digest; samples of a large file."""
+    require_file(path)
+    size = path.stat().st_size
+    digest.update(f"{path.suffix} {size} ".encode())
+    with path.open("rb") as file:
+        if size <= _SAMPLED_BLOCKS * _BLOCK_BYTES:
+            digest.update(file.read())
+            return
+        for number in range(_SAMPLED_BLOCKS):
+            file.seek(number * (size - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1))
+            digest.update(file.read(_BLOCK_BYTES))
 
 
 class DocumentRef(NamedTuple):
@@ -109,8 +253,10 @@ class LinesReader:
                 file.seek(offset - 1)
                 if file.read(1) != b"\n" or not file.peek(1):
                     raise _changed_error(self.path, f"no line starts at byte {offset:,}")
-            for line_number, line in enumerate(iter(partial(file.readline, _MOST + 1), b""), first):
-                if len(line) > _MOST:
+            for line_number, line in enumerate(
+                iter(partial(file.readline, _MAX_DOCUMENT_BYTES + 1), b""), first
+            ):
+                if len(line) > _MAX_DOCUMENT_BYTES:
                     raise _too_large_error(f"{self.path}:{line_number + 1}", "a line")
                 if line_number >= number and line.strip():
                     location = f"{self.path}:{line_number + 1}"
@@ -247,39 +393,6 @@ class HubReader:
                 state = dataset.state_dict()
 
 
-def file_type(path: Path) -> str | None:
-    """Return what a file holds by its name: "text", "lines", "parquet", or None for other types."""
-    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
-    return "parquet" if path.suffix.lower() == ".parquet" else _SUFFIXES.get(suffix)
-
-
-def require_file(path: Path) -> None:
-    """Raise if a path is a device, a pipe or a socket, which may have no end.
-
-    Raises:
-        ValueError: It is one.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path}: expected a file or a folder, got a device, a pipe or a socket")
-
-
-def file_reader(path: Path, column: str) -> Reader:
-    """Return the reader of a file.
-
-    Raises:
-        ValueError: The file is empty, or of an unsupported type.
-    """
-    require_file(path)
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty: expected documents; remove the file")
-    kind = file_type(path)
-    if kind is None:
-        raise ValueError(f"{path}: expected files {FILE_TYPES}, got {path.suffix or 'no suffix'!r}")
-    if kind == "text":
-        return TextReader(str(path), partial(_read_text, path))
-    return LinesReader(path) if kind == "lines" else ParquetReader(path, column)
-
-
 def columns_to_read(names: Sequence[str], column: str, location: str) -> list[str]:
     """Return the columns to read: the tokens if present, else the text.
 
@@ -298,8 +411,8 @@ def columns_to_read(names: Sequence[str], column: str, location: str) -> list[st
 
 def _read_text(path: Path) -> str:
     with _open_file(path) as file:
-        raw = file.read(_MOST + 1)
-        if len(raw) > _MOST:
+        raw = file.read(_MAX_DOCUMENT_BYTES + 1)
+        if len(raw) > _MAX_DOCUMENT_BYTES:
             raise _too_large_error(str(path), "a text")
         return _decode(raw, str(path))
 
@@ -326,9 +439,8 @@ def _parse_record(line: bytes, location: str, offset: int) -> dict[str, Any]:
 
 def _decode(raw: bytes, location: str, offset: int = 0) -> str:
     try:
-        return raw.decode(
-            "utf-8-sig" if offset == 0 else "utf-8"
-        )  # Windows writes a byte order mark
+        # Windows writes a byte order mark at a file's start.
+        return raw.decode("utf-8-sig" if offset == 0 else "utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{location} is not UTF-8 at byte {offset + error.start:,} of the file: re-encode it, "
@@ -347,8 +459,8 @@ def _open_file(path: Path) -> Iterator[Any]:
 
 def _too_large_error(location: str, what: str) -> ValueError:
     return ValueError(
-        f"{location}: expected {what} of at most {_MOST / 2**20:,.0f} MiB, which would be one "
-        "document, got more: split it"
+        f"{location}: expected {what} of at most {_MAX_DOCUMENT_BYTES / 2**20:,.0f} MiB, which "
+        "would be one document, got more: split it"
     )
 
 
@@ -371,116 +483,3 @@ def _import_package(name: str) -> Any:
         raise ValueError(
             f"this data needs the package {package}: pip install 'rope-patch[train]'"
         ) from error
-
-
-_SAMPLED_BLOCKS, _BLOCK_BYTES = (
-    256,
-    1 << 16,
-)  # of a large file's fingerprint: how many, of how many bytes
-
-
-def find_source(source: str, text_column: str) -> list[Reader]:
-    """Return the readers of a source, one a file or dataset.
-
-    Args:
-        source: A file, a folder, a glob, a folder of `Dataset.save_to_disk`,
-            `hub:NAME[,CONFIG][@SPLIT]`, or `novels:NAME` for a text of the package.
-        text_column: The records' column of text.
-
-    Raises:
-        ValueError: The source is missing, empty, or of an unsupported file type.
-    """
-    scheme, _, name = source.partition(":")
-    if scheme == "novels":
-        if name not in texts.names():
-            raise ValueError(
-                f"no novel {name!r}{did_you_mean(name, texts.names(), 0.5)}: expected one of "
-                f"{', '.join(texts.names())}"
-            )
-        return [TextReader(source, partial(texts.read_text, name))]
-    if scheme == "hub":
-        return [HubReader(source)]
-    readers: list[Reader] = [
-        SavedDatasetReader(place, text_column)
-        if place.is_dir()
-        else file_reader(place, text_column)
-        for place in _source_paths(source)
-    ]
-    if not readers:
-        raise ValueError(f"no documents in {source!r}: expected files {FILE_TYPES}")
-    return readers
-
-
-def fingerprint(source: str) -> str:
-    """Return a digest of a source's contents, independent of where its files are.
-
-    Of files above 16 MiB the size and 256 evenly spread blocks of 64 KiB are hashed, of a source on
-    the Hub its name.
-
-    Args:
-        source: See `find_source`.
-
-    Raises:
-        ValueError: See `find_source`.
-        OSError: A file cannot be read.
-    """
-    scheme, _, name = source.partition(":")
-    digest = hashlib.sha256()
-    if scheme == "novels":
-        digest.update(texts.read_text(name).encode())
-    elif scheme == "hub":
-        digest.update(name.encode())
-    else:
-        for place in _source_paths(source):
-            files = (
-                sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
-            )
-            for path in files:
-                digest_file(path, digest)
-    return f"sampled-sha256:{digest.hexdigest()[:32]}"
-
-
-def digest_file(path: Path, digest: Any) -> None:
-    """Add a file's type, its size and its contents to a digest; samples of a large file."""
-    require_file(path)
-    size = path.stat().st_size
-    digest.update(f"{path.suffix} {size} ".encode())
-    with path.open("rb") as file:
-        if size <= _SAMPLED_BLOCKS * _BLOCK_BYTES:
-            digest.update(file.read())
-            return
-        for number in range(_SAMPLED_BLOCKS):
-            file.seek(number * (size - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1))
-            digest.update(file.read(_BLOCK_BYTES))
-
-
-def _source_paths(source: str) -> list[Path]:
-    """Return the files and saved datasets of a path or glob, in order."""
-    path = Path(source).expanduser()
-    if path.exists():
-        matches = [path]
-    elif any(letter in source for letter in "*?["):
-        paths = sorted(glob(str(path), recursive=True))  # noqa: PTH207 -- absolute ones too
-        matches = [Path(match) for match in paths if Path(match).is_file() or "**" not in source]
-    else:
-        neighbours = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ValueError(
-            f"no data {source!r}{did_you_mean(path.name, neighbours, 0.5)}: "
-            "expected a file, a folder, a glob, "
-            "hub:NAME or novels:NAME"
-        )
-    return [place for match in matches for place in _paths_below(match)]
-
-
-def _paths_below(path: Path) -> list[Path]:
-    """Return the readable files below a path, sorted; skip hidden files and other file types."""
-    if not path.is_dir():
-        return [path]
-    if (path / "dataset_dict.json").is_file():
-        splits = ", ".join(str(p) for p in sorted(path.iterdir()) if p.is_dir())
-        raise ValueError(f"{path} has several splits: expected one of them, such as {splits}")
-    if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
-        return [path]
-    entries = [p for p in sorted(path.iterdir()) if not p.name.startswith(".")]
-    readable = (p for p in entries if p.is_dir() or file_type(p))
-    return [place for entry in readable for place in _paths_below(entry)]

@@ -356,7 +356,7 @@ def _duplicate_lines(inspection: Inspection) -> list[str]:
 
 
 _BAR = 30  # characters of the table's longest bar
-_BINS_PER_DOUBLING = 4  # of the picture
+_BINS_PER_DOUBLING = 4  # bins of the picture for each doubling of the length
 _WIDTH, _HEIGHT = 912, 560  # CSS pixels
 _COLOURS = ("m0", "m1", "m2", "m3", "m4", "m5", "m6")
 _NAME_LENGTH = 24  # characters of a source in the legend
@@ -549,7 +549,7 @@ def _draw_marks(axes: Axes, marks: Mapping[str, int], *, named: bool) -> None:
             )
 
 
-_NAME = "novels:emma"  # any source that exists: its reader is replaced
+_NAME = "novels:emma"  # any source that exists, because its reader is replaced
 
 
 @dataclass(frozen=True)
@@ -626,7 +626,7 @@ def packing_yield(
     left_out, left_out_tokens = len(short_documents), sum(short_documents)
     accepted = sum(length >= shortest for length in used)
     filtered = len(lengths) - left_out - accepted
-    if not accepted:  # of which `PackedRows` makes an error
+    if not accepted:  # `PackedRows` would raise
         return PackingYield(0, 0, 0, 0, 0, left_out, filtered, left_out_tokens)
     is_best_fit = alone.is_best_fit and not short
     row_yield = {"tokens": 0, "padding": 0, "documents": 0, "cut": 0}

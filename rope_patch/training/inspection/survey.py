@@ -155,8 +155,9 @@ def _add(
 THRESHOLD = 0.8  # Jaccard similarity of near duplicates
 SHINGLE_WORDS = 5
 _PERMUTATIONS = 128  # the estimate's standard deviation is 0.035 at the threshold
-_WEIGHTS = (0.1, 0.9)  # of false positives, which the estimate sorts out, and of false negatives
-_BATCH_SHINGLES = 8192  # hashed at once: 8 MiB
+# Weights of false positives, which the estimate sorts out, and of false negatives.
+_WEIGHTS = (0.1, 0.9)
+_BATCH_SHINGLES = 8192  # shingles that are hashed at once: 8 MiB
 # Scripts that have no spaces between words: each letter is a word. CJK, kana, Thai, Lao, Khmer.
 _UNSPACED = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\u3040-\u30ff\u0e00-\u0eff\u1780-\u17ff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
@@ -193,7 +194,7 @@ class DuplicateFinder:
         self._index = datasketch.MinHashLSH(
             threshold=THRESHOLD, num_perm=_PERMUTATIONS, weights=_WEIGHTS
         )
-        self._locations: dict[bytes, str] = {}  # by the digest of the normalised text
+        self._locations: dict[bytes, str] = {}  # by the normalised text's digest
         self._originals: list[tuple[str, Any]] = []
 
     def check(self, text: str, location: str) -> Duplicate | None:

@@ -1,19 +1,19 @@
 """Model of the peak allocation of one training step of Llama-like models, from a config alone.
 
 The peak consists of weights, gradients, AdamW's states, saved activations, logits, and the
-workspace of one recomputed layer. `recipes/experiments/check_memory_plan.py` measures the same on a
-CPU, to the byte. No GPU was ever measured: `RESERVE` stands for CUDA, NCCL and fragmentation.
-What a single CPU lacks (DDP, Liger, offloading, torch's chunked loss in 16
-bits) comes from reading the code. FSDP2 and context parallelism were compared with two and four
-processes on CPUs: the model was 4 % below to 22 % above the peaks of small models, which vary from
-run to run. Experts count as the MLP
-that a token passes through.
+workspace of one recomputed layer. Experts count as the MLP that a token passes through.
 
-Memory of context parallelism: what attention holds beside its own part of a row, by kind. With
-`allgather` (accelerate's default) every device gathers the keys and values of the whole row. With
-`ring` the devices pass them around, so that each holds its own part and the one in flight. With
-`ulysses` (DeepSpeed) the devices exchange heads: each attends over the whole row, for its share of
-the heads. Two processes on a CPU measured all three; tests/distributed compares.
+`recipes/experiments/check_memory_plan.py` measures the same on a CPU, to the byte. What a single
+CPU lacks (DDP, Liger, offloading, torch's chunked loss in 16 bits) comes from reading the code.
+FSDP2 and context parallelism were compared with two and four processes on CPUs: the model was 4 %
+below to 22 % above the peaks of small models, which vary from run to run. No GPU was ever measured:
+`RESERVE` stands for CUDA, NCCL and fragmentation.
+
+Context parallelism adds what attention holds beside its own part of a row. With `allgather`
+(accelerate's default) every device gathers the keys and values of the whole row. With `ring` the
+devices pass them around, so that each holds its own part and the one in flight. With `ulysses`
+(DeepSpeed) the devices exchange heads: each attends over the whole row, for its share of the heads.
+Two processes on a CPU measured all three; tests/distributed compares.
 """
 
 from __future__ import annotations
@@ -32,47 +32,10 @@ from rope_patch.training.objective.chunked_loss import COPIES, chunk_length
 from rope_patch.training.objective.distillation import DISTILLATION_COPIES
 from rope_patch.utils.errors import Refused
 
-RESERVE = 0.08  # of a device's memory: CUDA's context, NCCL's buffers, fragmentation
+# Share of a device's memory left free for CUDA's context, NCCL's buffers and fragmentation; stated.
+RESERVE = 0.08
 LENGTH_STEP = 1024  # tokens; fitting lengths are multiples of it
 MAX_LENGTH = 2**24  # tokens; upper end of the search
-
-
-@dataclass(frozen=True)
-class MemoryNeed:
-    """Bytes on one device at the peak of a step.
-
-    Attributes:
-        parameters: Weights, frozen ones included.
-        gradients: Gradients of weights.
-        optimizer_states: AdamW's two states.
-        activations: Activations saved for the backward pass.
-        logits: The loss with its logits and gradients.
-        workspace: Temporaries of one layer: its recomputation and backward pass, its cast or
-            gathered weights, masks.
-        moment: The moment of the peak: loss, distillation, last layer, first layer,
-            embeddings, optimizer or averaging.
-        teacher: Weights of the original model that short rows are distilled from.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    logits: int
-    workspace: int
-    moment: str = ""
-    teacher: int = 0
-
-    @property
-    def total(self) -> int:
-        """Return the sum of all parts."""
-        return sum(self.parts().values())
-
-    def parts(self) -> dict[str, int]:
-        """Return the bytes by part; those of the original model only if it is there."""
-        names = (f.name for f in fields(self) if f.name != "moment")
-        sizes = {name: getattr(self, name) for name in names}
-        return {name: size for name, size in sizes.items() if size or name != "teacher"}
 
 
 def memory_need(config: Any, *, length: int, **setup_fields: Any) -> MemoryNeed:
@@ -125,6 +88,180 @@ def longest_row(config: Any, memory: int, **setup: Any) -> int:
     return low * LENGTH_STEP
 
 
+_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """Settings of a training step; the defaults are a recipe's on one device, in float32.
+
+    Attributes:
+        rows: Rows per device and batch.
+        dtype: Type of weights, gradients and optimizer states.
+        compute_dtype: Type that autocast computes in; None means `dtype`.
+        lora_rank: Rank of LoRA; 0 trains all weights.
+        lora_targets: Linear layers with LoRA.
+        lora_trains: Modules trained in full beside LoRA: embeddings, norms.
+        loss: full, torch or liger.
+        distils: Whether short rows are distilled from the original model.
+        teacher_dtype: Type of the original model's own weights; None if it shares the trained
+            model's frozen ones.
+        loss_terms: Whether the loss has terms beside the cross-entropy, such as z-loss.
+        checkpointing: Whether only layer inputs are saved (activation checkpointing).
+        offload_activations: Whether saved activations move to CPU memory.
+        attention: transformers' name of the attention implementation.
+        packed_masks: Whether rows contain documents that do not see each other.
+        shards: Devices that share the weights (FSDP).
+        context_parallel: Devices that share a row.
+        context_kind: How they share attention: allgather, ring or ulysses (see above).
+        offload_weights: Whether the shards of weights, gradients and optimizer states are in CPU
+            memory (FSDP's offload_params, DeepSpeed's offload_param).
+        offload_optimizer: Whether gradients and optimizer states are in CPU memory (DeepSpeed's
+            offload_optimizer).
+        replicated: Whether each device has all weights and averages gradients (DDP).
+        averages: Whether the finished model is the mean of several checkpoints.
+        accumulates: Whether gradients of several batches are summed.
+        optimizer: transformers' name of the optimizer.
+    """
+
+    rows: int = 1
+    dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype | None = None
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = _LORA_TARGETS
+    lora_trains: tuple[str, ...] = ("embeddings", "norms")
+    loss: str = "torch"
+    loss_terms: bool = False
+    distils: bool = False
+    teacher_dtype: torch.dtype | None = None
+    checkpointing: bool = True
+    offload_activations: bool = False
+    attention: str = "sdpa"
+    packed_masks: bool = False
+    shards: int = 1
+    context_parallel: int = 1
+    context_kind: str = "allgather"
+    offload_weights: bool = False
+    offload_optimizer: bool = False
+    replicated: bool = False
+    averages: bool = False
+    accumulates: bool = False
+    optimizer: str = "adamw_torch_fused"
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes on one device at the peak of a step.
+
+    Attributes:
+        parameters: Weights, frozen ones included.
+        gradients: Gradients of weights.
+        optimizer: AdamW's two states.
+        activations: Activations saved for the backward pass.
+        logits: The loss with its logits and gradients.
+        workspace: Temporaries of one layer: its recomputation and backward pass, its cast or
+            gathered weights, masks.
+        moment: The moment of the peak: loss, distillation, last layer, first layer,
+            embeddings, optimizer or averaging.
+        teacher: Weights of the original model that short rows are distilled from.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    workspace: int
+    moment: str = ""
+    teacher: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all parts."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Return the bytes by part; those of the original model only if it is there."""
+        names = (f.name for f in fields(self) if f.name != "moment")
+        sizes = {name: getattr(self, name) for name in names}
+        return {name: size for name, size in sizes.items() if size or name != "teacher"}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model: widths in numbers per token, all else in numbers of weights."""
+
+    layers: int
+    hidden: int
+    heads: int
+    query: int
+    key: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    tied: bool
+    matrix_weights_per_layer: int
+    norm_weights: int
+    extra_norm_width: int  # widths of a layer's norms beyond the usual two
+    weights: int
+    linears: dict[str, int]  # sum of input and output widths over all layers, by name
+
+    @property
+    def embedding_weights(self) -> int:
+        """Return the number of weights of the embeddings; an untied head has as many."""
+        return self.vocab * self.hidden
+
+
+def model_shape(config: Any) -> ModelShape:
+    """Return the sizes of a config's model, which is built without weights."""
+    config_class: Any = type(config)
+    return _cached_model_shape(config.to_json_string(use_diff=False), config_class)
+
+
+@lru_cache(maxsize=16)
+def _cached_model_shape(text: str, config_class: Any) -> ModelShape:
+    model = empty_model("the model", config_class.from_dict(json.loads(text)))
+    decoder_config = model.config.get_text_config(decoder=True)
+    heads = decoder_config.num_attention_heads
+    head_dim = getattr(decoder_config, "head_dim", None) or decoder_config.hidden_size // heads
+    query, key = heads * head_dim, (decoder_config.num_key_value_heads or heads) * head_dim
+    layers, linears, widths, norms = decoder_config.num_hidden_layers, dict[str, int](), 0, 0
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, nn.Linear):
+            features = module.in_features + module.out_features
+            linears[last] = linears.get(last, 0) + features
+        elif "norm" in type(module).__name__.lower():
+            size = sum(p.numel() for p in module.parameters(recurse=False))
+            norms += size
+            # These normalise each head or all heads at once: either way all heads' width.
+            across = {"q_norm": query, "k_norm": key}.get(last, size)
+            widths += across if ".layers." in name else 0
+    experts = getattr(decoder_config, "num_experts_per_tok", None) or 1
+    mlp = (
+        getattr(decoder_config, "moe_intermediate_size", None) or decoder_config.intermediate_size
+    ) * experts
+    tied = bool(getattr(decoder_config, "tie_word_embeddings", False))
+    table = decoder_config.vocab_size * decoder_config.hidden_size
+    total = sum(p.numel() for p in model.parameters())
+    return ModelShape(
+        layers=layers,
+        hidden=decoder_config.hidden_size,
+        heads=heads,
+        query=query,
+        key=key,
+        head_dim=head_dim,
+        mlp=mlp,
+        vocab=decoder_config.vocab_size,
+        tied=tied,
+        matrix_weights_per_layer=(total - norms - table * (1 if tied else 2)) // layers,
+        norm_weights=norms,
+        extra_norm_width=max(0, widths // layers - 2 * decoder_config.hidden_size),
+        weights=total,
+        linears=linears,
+    )
+
+
 class _StepMemory:
     """The allocations of a training step, in bytes on one device.
 
@@ -136,7 +273,7 @@ class _StepMemory:
 
     def __init__(self, shape: ModelShape, setup: TrainingSetup, length: int) -> None:
         self.shape, self.setup, self.length = shape, setup, length
-        require_kind(setup.context_kind, shape, setup.context_parallel)
+        require_context_kind(setup.context_kind, shape, setup.context_parallel)
         self.weight_size = setup.dtype.itemsize
         self.compute_size = (setup.compute_dtype or setup.dtype).itemsize
         # FSDP gathers weights after casting them. Autocast casts no embeddings, so the residual
@@ -436,174 +573,102 @@ class _StepMemory:
         return self.tokens * mlp + self.attention_scores(), attention_bytes
 
 
-_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+def loss_bytes(
+    shape: ModelShape, setup: TrainingSetup, *, tokens: int, trains_head: bool, autocast: bool
+) -> tuple[int, int]:
+    """Return the peak bytes of the loss in its forward and its backward pass.
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSetup:
-    """Settings of a training step; the defaults are a recipe's on one device, in float32.
-
-    Attributes:
-        rows: Rows per device and batch.
-        dtype: Type of weights, gradients and optimizer states.
-        compute_dtype: Type that autocast computes in; None means `dtype`.
-        lora_rank: Rank of LoRA; 0 trains all weights.
-        lora_targets: Linear layers with LoRA.
-        lora_trains: Modules trained in full beside LoRA: embeddings, norms.
-        loss: full, torch or liger.
-        distils: Whether short rows are distilled from the original model.
-        teacher_dtype: Type of the original model's own weights; None if it shares the trained
-            model's frozen ones.
-        loss_terms: Whether the loss has terms beside the cross-entropy, such as z-loss.
-        checkpointing: Whether only layer inputs are saved (activation checkpointing).
-        offload_activations: Whether saved activations move to CPU memory.
-        attention: transformers' name of the attention implementation.
-        packed_masks: Whether rows contain documents that do not see each other.
-        shards: Devices that share the weights (FSDP).
-        context_parallel: Devices that share a row.
-        context_kind: How they share attention: allgather, ring or ulysses (see above).
-        offload_weights: Whether the shards of weights, gradients and optimizer states are in CPU
-            memory (FSDP's offload_params, DeepSpeed's offload_param).
-        offload_optimizer: Whether gradients and optimizer states are in CPU memory (DeepSpeed's
-            offload_optimizer).
-        replicated: Whether each device has all weights and averages gradients (DDP).
-        averages: Whether the finished model is the mean of several checkpoints.
-        accumulates: Whether gradients of several batches are summed.
-        optimizer: transformers' name of the optimizer.
-    """
-
-    rows: int = 1
-    dtype: torch.dtype = torch.float32
-    compute_dtype: torch.dtype | None = None
-    lora_rank: int = 0
-    lora_targets: tuple[str, ...] = _LORA_TARGETS
-    lora_trains: tuple[str, ...] = ("embeddings", "norms")
-    loss: str = "torch"
-    loss_terms: bool = False
-    distils: bool = False
-    teacher_dtype: torch.dtype | None = None
-    checkpointing: bool = True
-    offload_activations: bool = False
-    attention: str = "sdpa"
-    packed_masks: bool = False
-    shards: int = 1
-    context_parallel: int = 1
-    context_kind: str = "allgather"
-    offload_weights: bool = False
-    offload_optimizer: bool = False
-    replicated: bool = False
-    averages: bool = False
-    accumulates: bool = False
-    optimizer: str = "adamw_torch_fused"
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a model: widths in numbers per token, all else in numbers of weights."""
-
-    layers: int
-    hidden: int
-    heads: int
-    query: int
-    key: int
-    head_dim: int
-    mlp: int
-    vocab: int
-    tied: bool
-    matrix_weights_per_layer: int
-    norm_weights: int
-    extra_norm_width: int  # widths of a layer's norms beyond the usual two
-    weights: int
-    linears: dict[str, int]  # sum of input and output widths over all layers, by name
-
-    @property
-    def embedding_weights(self) -> int:
-        """Return the number of weights of the embeddings; an untied head has as many."""
-        return self.vocab * self.hidden
-
-
-def model_shape(config: Any) -> ModelShape:
-    """Return the sizes of a config's model, which is built without weights."""
-    config_class: Any = type(config)
-    return _cached_model_shape(config.to_json_string(use_diff=False), config_class)
-
-
-@lru_cache(maxsize=16)
-def _cached_model_shape(text: str, config_class: Any) -> ModelShape:
-    model = empty_model("the model", config_class.from_dict(json.loads(text)))
-    decoder_config = model.config.get_text_config(decoder=True)
-    heads = decoder_config.num_attention_heads
-    head_dim = getattr(decoder_config, "head_dim", None) or decoder_config.hidden_size // heads
-    query, key = heads * head_dim, (decoder_config.num_key_value_heads or heads) * head_dim
-    layers, linears, widths, norms = decoder_config.num_hidden_layers, dict[str, int](), 0, 0
-    for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        if isinstance(module, nn.Linear):
-            features = module.in_features + module.out_features
-            linears[last] = linears.get(last, 0) + features
-        elif "norm" in type(module).__name__.lower():
-            size = sum(p.numel() for p in module.parameters(recurse=False))
-            norms += size
-            across = {"q_norm": query, "k_norm": key}.get(
-                last, size
-            )  # normalised per head, or over all heads
-            widths += across if ".layers." in name else 0
-    experts = getattr(decoder_config, "num_experts_per_tok", None) or 1
-    mlp = (
-        getattr(decoder_config, "moe_intermediate_size", None) or decoder_config.intermediate_size
-    ) * experts
-    tied = bool(getattr(decoder_config, "tie_word_embeddings", False))
-    table = decoder_config.vocab_size * decoder_config.hidden_size
-    total = sum(p.numel() for p in model.parameters())
-    return ModelShape(
-        layers=layers,
-        hidden=decoder_config.hidden_size,
-        heads=heads,
-        query=query,
-        key=key,
-        head_dim=head_dim,
-        mlp=mlp,
-        vocab=decoder_config.vocab_size,
-        tied=tied,
-        matrix_weights_per_layer=(total - norms - table * (1 if tied else 2)) // layers,
-        norm_weights=norms,
-        extra_norm_width=max(0, widths // layers - 2 * decoder_config.hidden_size),
-        weights=total,
-        linears=linears,
-    )
-
-
-KINDS = ("allgather", "ring", "ulysses")
-
-
-def require_kind(kind: str, shape: ModelShape, parts: int) -> None:
-    """Raise if a model's attention cannot be shared in this way.
+    The hidden states that it starts from are not among them.
 
     Args:
-        kind: allgather, ring or ulysses.
         shape: The model's sizes.
-        parts: Devices that share a row.
-
-    Raises:
-        ValueError: The kind is unknown; or Ulysses has heads that cannot be divided.
+        setup: The training setup.
+        tokens: Tokens of this device.
+        trains_head: Whether the head has a gradient.
+        autocast: Whether autocast casts the head for its product.
     """
-    if kind not in KINDS:
-        raise ValueError(f"context_kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    if kind != "ulysses":
-        return
-    key_heads = shape.key // shape.head_dim
-    if shape.heads % parts or (key_heads % parts and parts % key_heads):
-        fitting = [
-            number
-            for number in range(1, shape.heads + 1)
-            if shape.heads % number == 0 and (key_heads % number == 0 or number % key_heads == 0)
-        ]
-        raise Refused(
-            f"Ulysses gives every device whole heads: expected a number of devices that divides "
-            f"{shape.heads} heads and divides, or is a multiple of, {key_heads} key heads "
-            f"({', '.join(map(str, fitting))}), got {parts}: change parallelism_config_sp_size, or "
-            "use a ring (fsdp2_cp8.yaml)"
-        )
+    weight_size = setup.dtype.itemsize
+    c = (setup.compute_dtype or setup.dtype).itemsize
+    weight = shape.embedding_weights * c * autocast  # cast for the product and saved
+    if setup.loss_terms:
+        held_forward, held_backward = _loss_bytes_with_terms(shape, setup, tokens, trains_head)
+        return weight + held_forward, weight + held_backward
+    if setup.loss == "full":
+        # In float32: a copy, log-probabilities, and two gradients while one becomes the other.
+        forward = tokens * shape.vocab * (8 if c == 4 else 8 + c)
+        return forward + weight, tokens * shape.vocab * 12 + weight
+    chunk = 1 << (math.ceil(tokens / math.ceil(shape.vocab / shape.hidden)) - 1).bit_length()
+    of_weight, of_hidden = (shape.embedding_weights if trains_head else 0), tokens * shape.hidden
+    if setup.loss == "liger":
+        logits = min(chunk, tokens) * shape.vocab * (4 + c)
+        held_bytes = weight + of_hidden * c + of_weight * (4 + c) + logits
+        return held_bytes, held_bytes
+    chunk = min(max(1, chunk // 2), tokens)  # as LinearCrossEntropyOptions() halves it
+    if c == 4:  # the forward pass computes the gradients; autograd adds zeros backward
+        held_bytes = of_weight * 4 + of_hidden * 4
+        return held_bytes + chunk * shape.vocab * 4, 2 * held_bytes
+    # In 16 bits chunked_loss.py sums per-token losses, so gradients are computed backward.
+    logits = chunk * shape.vocab * (4 + c)
+    held_bytes = weight + of_hidden * c + of_weight * c
+    return weight + logits, held_bytes + max(logits, of_weight * weight_size * autocast)
+
+
+def _loss_bytes_with_terms(
+    shape: ModelShape, setup: TrainingSetup, tokens: int, trains_head: bool
+) -> tuple[int, int]:
+    """Return the peak bytes of a loss with terms, which computes gradients in its forward pass."""
+    weight_size, whole = setup.dtype.itemsize, setup.loss == "full"
+    c = (setup.compute_dtype or setup.dtype).itemsize
+    of_weight = shape.embedding_weights * 4 if trains_head and not whole else 0
+    width = shape.vocab if whole else shape.hidden
+    chunk = chunk_length(tokens, width, shape.vocab)
+    held_bytes = tokens * width * c + of_weight  # gradients of the logits or hidden states
+    is_view = whole and c == 4  # a chunk in float32 is a part of the logits, not a copy
+    temporaries = chunk * shape.vocab * 4 * (COPIES - is_view)
+    if whole:
+        held_bytes += tokens * shape.vocab * c  # the logits, which exist beside their gradient
+        return held_bytes + temporaries, held_bytes
+    product = of_weight // 4 * c if c != 4 else 0  # added to the gradient in float32
+    cast = of_weight // 4 * weight_size if weight_size != 4 else 0
+    return held_bytes + max(temporaries, product), held_bytes + cast
+
+
+def distillation_bytes(
+    shape: ModelShape, setup: TrainingSetup, *, tokens: int, trains_head: bool, autocast: bool
+) -> tuple[int, int]:
+    """Return the peak bytes of the loss of distilled rows in its forward and its backward pass.
+
+    The original model's own pass holds less than a layer's backward pass: it keeps no activations,
+    and is over before the trained model has any.
+
+    Args:
+        shape: The model's sizes.
+        setup: The training setup.
+        tokens: Tokens of this device, all in distilled rows.
+        trains_head: Whether the head has a gradient.
+        autocast: Whether autocast casts the head for its product.
+    """
+    table, hidden = shape.embedding_weights, tokens * shape.hidden
+    c = (setup.compute_dtype or setup.dtype).itemsize
+    teacher_size = (setup.teacher_dtype or setup.dtype).itemsize
+    held = table * c * autocast
+    held += table * c * (teacher_size != c)  # the original model's head, cast
+    if setup.shards > 1:
+        held += table * teacher_size  # the original model's head, gathered
+    held += 2 * hidden * c  # the original's hidden states, and the trained model's gradient
+    of_weight = table * 4 if trains_head else 0
+    chunk = chunk_length(tokens, shape.hidden, shape.vocab, DISTILLATION_COPIES)
+    product = table * c if trains_head and c != 4 else 0  # added to the gradient in float32
+    logits = max(chunk * shape.vocab * 4 * DISTILLATION_COPIES, product)
+    backward = held - hidden * c + of_weight
+    return held + of_weight + logits, backward + of_weight * (setup.dtype.itemsize != 4) // 2
+
+
+def teacher_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Return the bytes of the original model's own weights on each device."""
+    if not setup.distils or setup.teacher_dtype is None:
+        return 0
+    return shape.weights * setup.teacher_dtype.itemsize // setup.shards
 
 
 def exchange_bytes(
@@ -634,97 +699,34 @@ def exchange_bytes(
     return sums + 2 * own + whole
 
 
-def loss_bytes(
-    shape: ModelShape, setup: TrainingSetup, *, tokens: int, trains_head: bool, autocast: bool
-) -> tuple[int, int]:
-    """Return what the loss holds in its forward and backward pass, beside the hidden states.
+CONTEXT_KINDS = ("allgather", "ring", "ulysses")
+
+
+def require_context_kind(kind: str, shape: ModelShape, parts: int) -> None:
+    """Raise if a model's attention cannot be shared in this way.
 
     Args:
+        kind: allgather, ring or ulysses.
         shape: The model's sizes.
-        setup: The training setup.
-        tokens: Tokens of this device.
-        trains_head: Whether the head has a gradient.
-        autocast: Whether autocast casts the head for its product.
+        parts: Devices that share a row.
+
+    Raises:
+        ValueError: The kind is unknown; or Ulysses has heads that cannot be divided.
     """
-    weight_size = setup.dtype.itemsize
-    c = (setup.compute_dtype or setup.dtype).itemsize
-    weight = shape.embedding_weights * c * autocast  # cast for the product and saved
-    if setup.loss_terms:
-        held_forward, held_backward = _bytes_with_terms(shape, setup, tokens, trains_head)
-        return weight + held_forward, weight + held_backward
-    if setup.loss == "full":
-        # In float32: a copy, log-probabilities, and two gradients while one becomes the other.
-        forward = tokens * shape.vocab * (8 if c == 4 else 8 + c)
-        return forward + weight, tokens * shape.vocab * 12 + weight
-    chunk = 1 << (math.ceil(tokens / math.ceil(shape.vocab / shape.hidden)) - 1).bit_length()
-    of_weight, of_hidden = (shape.embedding_weights if trains_head else 0), tokens * shape.hidden
-    if setup.loss == "liger":
-        logits = min(chunk, tokens) * shape.vocab * (4 + c)
-        held_bytes = weight + of_hidden * c + of_weight * (4 + c) + logits
-        return held_bytes, held_bytes
-    chunk = min(max(1, chunk // 2), tokens)  # as LinearCrossEntropyOptions() halves it
-    if c == 4:  # the forward pass computes the gradients; autograd adds zeros backward
-        held_bytes = of_weight * 4 + of_hidden * 4
-        return held_bytes + chunk * shape.vocab * 4, 2 * held_bytes
-    # In 16 bits chunked_loss.py sums per-token losses, so gradients are computed backward.
-    logits = chunk * shape.vocab * (4 + c)
-    held_bytes = weight + of_hidden * c + of_weight * c
-    return weight + logits, held_bytes + max(logits, of_weight * weight_size * autocast)
-
-
-def _bytes_with_terms(
-    shape: ModelShape, setup: TrainingSetup, tokens: int, trains_head: bool
-) -> tuple[int, int]:
-    """Return the same for a loss with terms, whose gradients are computed in the forward pass."""
-    weight_size, whole = setup.dtype.itemsize, setup.loss == "full"
-    c = (setup.compute_dtype or setup.dtype).itemsize
-    of_weight = shape.embedding_weights * 4 if trains_head and not whole else 0
-    width = shape.vocab if whole else shape.hidden
-    chunk = chunk_length(tokens, width, shape.vocab)
-    held_bytes = tokens * width * c + of_weight
-    is_view = whole and c == 4  # a chunk of the logits themselves
-    temporaries = chunk * shape.vocab * 4 * (COPIES - is_view)
-    if whole:
-        held_bytes += tokens * shape.vocab * c  # the logits
-        return held_bytes + temporaries, held_bytes
-    product = of_weight // 4 * c if c != 4 else 0  # added to the gradient in float32
-    cast = of_weight // 4 * weight_size if weight_size != 4 else 0
-    return held_bytes + max(temporaries, product), held_bytes + cast
-
-
-def teacher_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Return the bytes of the original model's own weights on each device."""
-    if not setup.distils or setup.teacher_dtype is None:
-        return 0
-    return shape.weights * setup.teacher_dtype.itemsize // setup.shards
-
-
-def distillation_bytes(
-    shape: ModelShape, setup: TrainingSetup, *, tokens: int, trains_head: bool, autocast: bool
-) -> tuple[int, int]:
-    """Return what the loss of distilled rows holds in its forward and backward pass.
-
-    The original model's own pass holds less than a layer's backward pass: it keeps no activations,
-    and is over before the trained model has any.
-
-    Args:
-        shape: The model's sizes.
-        setup: The training setup.
-        tokens: Tokens of this device, all in distilled rows.
-        trains_head: Whether the head has a gradient.
-        autocast: Whether autocast casts the head for its product.
-    """
-    table, hidden = shape.embedding_weights, tokens * shape.hidden
-    c = (setup.compute_dtype or setup.dtype).itemsize
-    teacher_size = (setup.teacher_dtype or setup.dtype).itemsize
-    held = table * c * autocast
-    held += table * c * (teacher_size != c)  # the original's head, cast
-    if setup.shards > 1:
-        held += table * teacher_size  # and gathered
-    held += 2 * hidden * c  # the original's hidden states, and the gradient of the trained one's
-    of_weight = table * 4 if trains_head else 0
-    chunk = chunk_length(tokens, shape.hidden, shape.vocab, DISTILLATION_COPIES)
-    product = table * c if trains_head and c != 4 else 0  # added to the gradient in float32
-    logits = max(chunk * shape.vocab * 4 * DISTILLATION_COPIES, product)
-    backward = held - hidden * c + of_weight
-    return held + of_weight + logits, backward + of_weight * (setup.dtype.itemsize != 4) // 2
+    if kind not in CONTEXT_KINDS:
+        raise ValueError(f"context_kind must be one of {', '.join(CONTEXT_KINDS)}, got {kind!r}")
+    if kind != "ulysses":
+        return
+    key_heads = shape.key // shape.head_dim
+    if shape.heads % parts or (key_heads % parts and parts % key_heads):
+        fitting = [
+            number
+            for number in range(1, shape.heads + 1)
+            if shape.heads % number == 0 and (key_heads % number == 0 or number % key_heads == 0)
+        ]
+        raise Refused(
+            f"Ulysses gives every device whole heads: expected a number of devices that divides "
+            f"{shape.heads} heads and divides, or is a multiple of, {key_heads} key heads "
+            f"({', '.join(map(str, fitting))}), got {parts}: change parallelism_config_sp_size, or "
+            "use a ring (fsdp2_cp8.yaml)"
+        )

@@ -350,7 +350,7 @@ if __name__ == "__main__":
     main()
 
 
-UTILISATION = 0.5  # of the peak, recomputed layers counted; stated, not measured
+UTILISATION = 0.5  # share of the peak, recomputed layers counted; stated, not measured
 # Dense bf16 operations per second, from the makers' data sheets (without sparsity).
 PEAKS = {
     "RTX 4090": 165.2e12,
@@ -417,7 +417,7 @@ def step_work(
     if length < 1 or rows < 1:
         raise ValueError(f"length and rows must be at least 1, got {length} and {rows}")
     shape = model_shape(config)
-    # Of experts, those that a token passes through count.
+    # Only the experts that a token passes through count.
     weights = min(
         shape.matrix_weights_per_layer,
         shape.hidden * (3 * shape.mlp + 2 * shape.query + 2 * shape.key),

@@ -348,7 +348,7 @@ def _logits_reach_loss(causal: Any) -> bool:
     return len(tensors) == 1
 
 
-IGNORED = -100  # a target without a loss
+IGNORED = -100  # the target of a token without a loss
 
 
 @dataclass(frozen=True)
@@ -469,7 +469,7 @@ class ZLoss(Term):
 MIN_CHUNK = 128  # tokens; smaller products with the head are slow
 # Function of a chunk: its sum over the tokens that have a target.
 ChunkTotal = Callable[[Chunk], torch.Tensor]
-COPIES = 5  # of a chunk's logits in float32: logits, softmax, a product, and two gradients
+COPIES = 5  # float32 tensors like a chunk's logits: logits, softmax, a product, and two gradients
 
 
 def chunk_length(tokens: int, hidden: int, vocab: int, copies: int = COPIES) -> int:

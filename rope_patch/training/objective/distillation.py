@@ -33,9 +33,10 @@ from rope_patch.training.objective.chunked_loss import (
 )
 from rope_patch.training.optimizer import mixed_precision
 
-# Of a chunk's logits in float32: both models', their softmaxes, products, gradients.
+# Tensors as large as a chunk's logits in float32 that exist at once: logits, softmaxes, products
+# and gradients of both models.
 DISTILLATION_COPIES = 10
-DISTILLED = "distilled"  # key of a batch: which rows are distilled, `[B]` bool
+DISTILLED = "distilled"  # a batch's key for which of its rows are distilled, `[B]` bool
 
 
 def divergence(
@@ -78,10 +79,11 @@ class Distillation:
         self.transform: LogitTransform = unchanged
         self._rows: list[int] = []
         self._original: torch.Tensor | None = None
-        self._sums: list[torch.Tensor] = []  # of losses, divergences
-        self._counts: list[torch.Tensor] = []  # of their tokens
+        # A step's sums of losses and of divergences, and their numbers of tokens.
+        self._sums: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor] = []
 
-    def place(self, accelerator: Any, copies: int = 1) -> None:
+    def to_device(self, accelerator: Any, copies: int = 1) -> None:
         """Move the original model to this process's device.
 
         Args:
@@ -92,11 +94,11 @@ class Distillation:
         device = accelerator.device
         self._sums = [torch.zeros((), device=device) for _ in range(2)]
         self._counts = [torch.zeros((), dtype=torch.long, device=device) for _ in range(2)]
-        self.teacher.place(accelerator)
+        self.teacher.to_device(accelerator)
 
     @contextlib.contextmanager
-    def reading(self, batch: dict[str, Any]) -> Iterator[None]:
-        """Let the original model read a batch's distilled rows, for the loss within the block.
+    def teacher_forward(self, batch: dict[str, Any]) -> Iterator[None]:
+        """Run the original model on a batch's distilled rows, for the loss within the block.
 
         Args:
             batch: The micro-batch; its key `distilled` is removed.
@@ -104,10 +106,10 @@ class Distillation:
         flags = batch.pop(DISTILLED).tolist()
         self._rows = [row for row, is_distilled in enumerate(flags) if is_distilled]
         ids, positions = batch["input_ids"], batch["position_ids"]
-        any_process_reads = self._any_process_reads(ids.device)
+        joins_sharded_forward = self._joins_sharded_forward(ids.device)
         if self._rows:
             self._original = self.teacher.read(ids[self._rows], positions[self._rows])
-        elif any_process_reads:  # they need this process's shards
+        elif joins_sharded_forward:
             self.teacher.read(ids[:1, :1], positions[:1, :1])
         try:
             yield
@@ -126,8 +128,8 @@ class Distillation:
         """Return a batch's sum of losses, and that of each term.
 
         Args:
-            language_sums: The same of rows that are not distilled, given `hidden` `[N, H]`, weight,
-                targets `[N]` and bias.
+            language_sums: Returns both sums of the rows that are not distilled, given `hidden`
+                `[N, H]`, weight, targets `[N]` and bias.
             hidden: The head's inputs, `[B, S, H]`.
             weight: The head's weight, `[V, H]`.
             targets: The next tokens, `[B, S]`, or `IGNORED`.
@@ -201,8 +203,11 @@ class Distillation:
 
         return total
 
-    def _any_process_reads(self, device: torch.device) -> bool:
-        """Return whether a process has distilled rows, if the original model is sharded."""
+    def _joins_sharded_forward(self, device: torch.device) -> bool:
+        """Return whether this process must run a sharded original model: any has distilled rows.
+
+        A forward of one process needs the shards of all others.
+        """
         if not self.teacher.is_sharded:
             return False
         rows = torch.tensor(len(self._rows), device=device)
@@ -223,7 +228,7 @@ class Teacher:
         self._swaps = UndoLog()
         self._swaps.set(self.head, "forward", self._keep_hidden)
 
-    def place(self, accelerator: Any) -> None:
+    def to_device(self, accelerator: Any) -> None:
         """Move the model to the process's device; under FSDP2, shard it like the trained one."""
         self._accelerator = accelerator
         self.is_sharded = bool(getattr(accelerator, "is_fsdp2", False))

@@ -169,7 +169,7 @@ def test_a_device_is_no_data(read_source):
 def test_a_small_file_that_holds_much_is_refused_before_memory_is_full(
     read, write, name, place, monkeypatch
 ):
-    monkeypatch.setattr("rope_patch.training.data.readers._MOST", 2**20)
+    monkeypatch.setattr("rope_patch.training.data.readers._MAX_DOCUMENT_BYTES", 2**20)
     path = write(name, gzip.compress(b'{"text": "a"}\n' + b"a" * 2**22))
     assert path.stat().st_size < 2**14
     with pytest.raises(ValueError, match=rf"{place}: .* of at most 1 MiB"):
@@ -177,7 +177,7 @@ def test_a_small_file_that_holds_much_is_refused_before_memory_is_full(
 
 
 def test_a_line_of_the_largest_size_is_read(read, write, monkeypatch):
-    monkeypatch.setattr("rope_patch.training.data.readers._MOST", 14)
+    monkeypatch.setattr("rope_patch.training.data.readers._MAX_DOCUMENT_BYTES", 14)
     assert len(read(write("data.jsonl", '{"text": "a"}\n' * 3))) == 3
 
 

@@ -59,7 +59,7 @@ class OneProcess:
 
 def distilling(original, weight=WEIGHT, temperature=TEMPERATURE):
     distillation = Distillation(Teacher(original), weight, temperature)
-    distillation.place(OneProcess())
+    distillation.to_device(OneProcess())
     return distillation
 
 
@@ -117,7 +117,7 @@ def test_losses_and_gradients_equal_those_of_all_logits(name, loss, z_loss):
     distillation = distilling(copy.deepcopy(original))
     objective = Objective([ZLoss(z_loss)] if z_loss else [], distillation)
     assert install_loss(student, loss, objective)[0] == loss
-    with distillation.reading(inputs):
+    with distillation.teacher_forward(inputs):
         got = student(**inputs, num_items_in_batch=123, use_cache=False).loss
     got.backward()
     torch.testing.assert_close(got, expected)
@@ -140,7 +140,7 @@ def test_batches_of_one_kind_of_rows(distilled):
     distillation = distilling(copy.deepcopy(original))
     install_loss(student, "full", Objective([], distillation))
     expected, *_ = reference_loss(copy.deepcopy(original), original, inputs, 50)
-    with distillation.reading(inputs):
+    with distillation.teacher_forward(inputs):
         got = student(**inputs, num_items_in_batch=50, use_cache=False).loss
     torch.testing.assert_close(got, expected)
     assert (got == 0) == all(distilled)
@@ -158,7 +158,7 @@ def test_a_patched_model_is_distilled_from_the_rotation_it_had():
     distillation = distilling(copy.deepcopy(original))
     install_loss(student, "full", Objective([], distillation))
     inputs = batch((True, True))
-    with distillation.reading(inputs):
+    with distillation.teacher_forward(inputs):
         loss = student(**inputs, num_items_in_batch=1, use_cache=False).loss
     assert loss > 0.1
 
@@ -171,7 +171,7 @@ def test_the_original_model_reads_each_document_alone():
         for start in range(0, LENGTH, SHORT)
     ]
     teacher = Teacher(original)
-    teacher.place(OneProcess())
+    teacher.to_device(OneProcess())
     got = teacher.read(ids, positions)
     torch.testing.assert_close(got, torch.cat(alone, dim=1))
     assert not got.requires_grad
@@ -196,7 +196,10 @@ def test_in_bfloat16_the_divergence_is_computed_in_float32():
         model, inputs = copy.deepcopy(student), batch((True, True))
         install_loss(model, "full", Objective([], distillation))
         enabled = dtype == torch.bfloat16
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), distillation.reading(inputs):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+            distillation.teacher_forward(inputs),
+        ):
             loss = model(**inputs, num_items_in_batch=1, use_cache=False).loss
         assert loss.dtype == torch.float32
         losses.append(loss.item())
@@ -231,5 +234,5 @@ def test_other_processes_rows_are_read_with_shards_of_this_one():
         is_sharded=True, read=lambda ids, positions: reads.append(ids.shape)
     )
     for expected in ([], [(1, 1)]):
-        with distillation.reading(batch((False, False))):
+        with distillation.teacher_forward(batch((False, False))):
             assert reads == expected

@@ -56,7 +56,7 @@ class RunResults:
         return {label: colours.get(label, PLAIN) for label in self.labels}
 
 
-THRESHOLD = 0.85  # of the plain model's accuracy, to call a length usable (NoLiMa's)
+THRESHOLD = 0.85  # share of the plain model's accuracy at a usable length; NoLiMa's
 RULER_THRESHOLD = 0.856  # RULER's: what Llama-2-7B reaches at 4,096 tokens
 _RULER = {
     f"rp_{name}"
