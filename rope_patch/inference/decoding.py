@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from rope_patch.encodings.sites.site import TABLE_MARK
+from rope_patch.encodings.sites.site import copy_table_mark
 from rope_patch.inference.prefix_reader import input_device
 from rope_patch.patching import Patch
 from rope_patch.transformers_api.caches import DynamicLayer, start_layer
@@ -126,8 +126,7 @@ class CacheBatch:
             ]
             self.cache = DynamicCache()
             self.cache.layers.extend(self._layers)
-            # The table of positions that it was read with, where one is patched.
-            vars(self.cache).update({k: v for k, v in vars(cache).items() if k == TABLE_MARK})
+            copy_table_mark(cache, self.cache)
             if self._handle is not None:  # the rows were read under this patch
                 places = torch.arange(tokens, device=self._layers[0].device)
                 padding = tokens - torch.tensor(self.lengths, device=places.device)[:, None]

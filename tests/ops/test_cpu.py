@@ -1,9 +1,11 @@
 """Test rotation from cos and sin against transformers, float64, and other memory layouts."""
 
 import importlib
+from itertools import accumulate
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from rope_patch.ops import plain_torch, rope_from_cos_sin
 from rope_patch.ops.reference import rotate
@@ -190,6 +192,50 @@ def test_block_size_does_not_change_results(dtype, monkeypatch):
     results.append(rope_from_cos_sin(q, k, *full))
     for got in results[1:]:
         assert all(a.equal(b) for a, b in zip(got, results[0], strict=True))
+
+
+# -- over the input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [16, 12])
+def test_overwriting_does_not_change_a_bit(rotary_dim, interleaved, dtype, monkeypatch):
+    monkeypatch.setattr(plain_torch, "_BLOCK_NUMEL", 7 * 4 * 16)
+    monkeypatch.setattr(plain_torch, "_JOINED_NUMEL", 0)
+    q, k = (heads(n, 23, 16, dtype=dtype, seed=n) for n in (4, 2))
+    options = {"interleaved": interleaved}
+    tables = full_tables(23, rotary_dim, dtype=dtype, **options)
+    expected = rope_from_cos_sin(q, k, *tables, **options)
+    got = rope_from_cos_sin(q, k, *tables, may_overwrite=True, **options)
+    assert got[0] is q
+    assert got[1] is k
+    assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
+
+
+def peak_memory(call):
+    """Return the most bytes that are allocated in a call, by torch's profiler."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes), default=0)
+
+
+def test_overwriting_allocates_less_than_the_queries(monkeypatch):
+    """Count by torch's profiler: temporaries of a block instead of new queries and keys."""
+    monkeypatch.setattr(plain_torch, "_BLOCK_NUMEL", 2**12)
+    monkeypatch.setattr(plain_torch, "_JOINED_NUMEL", 0)
+    q, k = heads(8, 256, 64, 1), heads(2, 256, 64, 1, seed=1)
+    tables = full_tables(256, 64)
+    peaks = {
+        may_overwrite: peak_memory(
+            lambda m=may_overwrite: rope_from_cos_sin(q, k, *tables, may_overwrite=m)
+        )
+        for may_overwrite in (False, True)
+    }
+    assert peaks[False] >= q.nbytes + k.nbytes
+    assert peaks[True] <= 3 * 4 * 2**12
 
 
 # -- gradients -------------------------------------------------------------------------------------

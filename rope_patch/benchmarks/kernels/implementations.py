@@ -244,9 +244,9 @@ def _bind_op(
 
 
 def _ours_in_place(problem: Problem) -> Call:
-    """Rotate over the input, as a model does at inference; its backward is that of ours-tables.
+    """Rotate over the input, as `inplace=True` does; its backward is that of ours-tables.
 
-    A single token is small, so that it is copied here and in a model.
+    A single token is small, so that it is copied first.
     """
     from rope_patch.ops.plain_torch import rope_from_cos_sin
 
@@ -256,7 +256,7 @@ def _ours_in_place(problem: Problem) -> Call:
     cos, sin = problem.cos_sin
 
     class Rotation(torch.autograd.Function):
-        """Overwrites leaves, which need no gradient at inference, but do in this benchmark."""
+        """Rotate leaves in their own memory, which autograd alone refuses."""
 
         @staticmethod
         def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor) -> Any:

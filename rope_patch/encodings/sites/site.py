@@ -275,9 +275,6 @@ class KeyMask:
         return torch.mul(distance, slopes[None, :, None, None], out=bias)
 
 
-TABLE_MARK = "position_table"  # attribute of a cache: the table that its tokens were read with
-
-
 class CacheGuard:
     """Hooks around a decoder that mark its caches, and refuse those of other tables.
 
@@ -299,7 +296,7 @@ class CacheGuard:
         cache = ForwardCall(decoder, args, kwargs).cache
         if cache is None or torch.compiler.is_compiling() or not hasattr(cache, "get_seq_length"):
             return
-        if getattr(cache, TABLE_MARK, None) == self.table:
+        if getattr(cache, "position_table", None) == self.table:
             return  # without asking for its length, which a static cache counts on its device
         tokens = int(cache.get_seq_length())
         if tokens > 0:
@@ -308,11 +305,17 @@ class CacheGuard:
                 "and cached keys cannot be moved to its rows: expected an empty cache, or one that "
                 "this patch filled; read the text again into a new cache"
             )
-        setattr(cache, TABLE_MARK, self.table)
+        cache.position_table = self.table
 
     def mark(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Mark a cache that the decoder made (hook)."""
         cache = ForwardCall(decoder, args, kwargs).cache
         cache = cache_in_output(output) if cache is None else cache
         if cache is not None:
-            setattr(cache, TABLE_MARK, self.table)
+            cache.position_table = self.table
+
+
+def copy_table_mark(source: Any, target: Any) -> None:
+    """Mark a cache with the table that another cache is marked with, if it is."""
+    if hasattr(source, "position_table"):
+        target.position_table = source.position_table

@@ -46,8 +46,6 @@ class ForwardUsage:
         problem: Why nothing else can take the place of cos and sin, or None.
         norm_names: Attributes of the norms whose results always go straight into the rotation,
             for queries and keys. The forward uses them nowhere else.
-        rebinds: Whether every call assigns its results to the names of its arguments, so that no
-            name is left for the tensors before their rotation.
         cache_name: The parameter with the cache, if its update follows the rotation at once and is
             all that the forward does with it: nothing reads queries or keys in between.
     """
@@ -56,7 +54,6 @@ class ForwardUsage:
     one_tensor: bool = False
     problem: str | None = None
     norm_names: tuple[str, str] | None = None
-    rebinds: bool = False
     cache_name: str | None = None
 
 
@@ -104,10 +101,7 @@ def _parse_forward(module_class: Any) -> ForwardUsage:
         if q_norm and k_norm and len(uses) == 2:
             norms = (q_norm, k_norm)
         cache_name = _cache_after(tree.body[0], calls[0])
-    rebinds = all(any(_rebinds(n, call, count) for n in ast.walk(tree)) for call in calls)
-    return ForwardUsage(
-        True, bool(single), norm_names=norms, rebinds=rebinds, cache_name=cache_name
-    )
+    return ForwardUsage(True, bool(single), norm_names=norms, cache_name=cache_name)
 
 
 def undecorated_forward(module_class: Any) -> Any:
@@ -156,14 +150,14 @@ def rotates_one_tensor(function: Any) -> bool | None:
     return True if names[:3] == ["x", *_ANGLES] else None
 
 
-def _rebinds(node: ast.AST, call: ast.Call, count: int) -> bool:
-    """Return whether a node assigns a call's results to the names of its first arguments."""
+def _rebinds(node: ast.AST, call: ast.Call) -> bool:
+    """Return whether a node assigns a call's two results to the names of its first arguments."""
     if not isinstance(node, ast.Assign) or node.value is not call or len(node.targets) != 1:
         return False
     target = node.targets[0]
-    targets = target.elts if isinstance(target, ast.Tuple) else [target]
-    names = [argument.id for argument in call.args[:count] if isinstance(argument, ast.Name)]
-    return len(names) == count and [getattr(t, "id", None) for t in targets] == names
+    targets = target.elts if isinstance(target, ast.Tuple) else []
+    names = [argument.id for argument in call.args[:2] if isinstance(argument, ast.Name)]
+    return len(names) == 2 and [getattr(t, "id", None) for t in targets] == names
 
 
 def _cache_after(function: Any, call: ast.Call) -> str | None:
@@ -177,7 +171,7 @@ def _cache_after(function: Any, call: ast.Call) -> str | None:
 
     From transformers 5.24 on, `kwargs=kwargs` follows, for paged caches.
     """
-    rotations = [i for i, statement in enumerate(function.body) if _rebinds(statement, call, 2)]
+    rotations = [i for i, statement in enumerate(function.body) if _rebinds(statement, call)]
     if not rotations or rotations[0] + 1 == len(function.body):
         return None
     q, k = (argument.id for argument in call.args[:2])  # type: ignore[attr-defined]

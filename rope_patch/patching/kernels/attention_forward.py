@@ -37,12 +37,8 @@ from rope_patch.patching.architecture.attention_source import (
     undecorated_forward,
 )
 from rope_patch.patching.kernels.cache_write import CacheWrite, active
-from rope_patch.patching.kernels.exclusive_memory import are_exclusive, is_overwriting_possible
 from rope_patch.patching.torch_state import forward_for_replica, torch_defaults
 from rope_patch.patching.undo_log import UndoLog
-
-# Smaller queries and keys are copied, because the proof that nobody reads them takes longer.
-_MIN_OVERWRITTEN_NUMEL = 2**17
 
 
 class ReboundForward(ABC):
@@ -105,16 +101,17 @@ class ReboundForward(ABC):
 
 
 class PatchedAttentionForward(ReboundForward):
-    """An attention's forward that calls this package's rotation."""
+    """An attention's forward that calls this package's rotation.
+
+    Results have memory of their own, because hooks and views may still read the projections.
+    """
 
     def __init__(self, module: nn.Module, kernels: str, interleaved: bool, halved: bool) -> None:
         self.kernels = kernels
         self.interleaved = interleaved
         self.halve_tables = halved
         self.norms = DeferrableNorms.find(module, kernels)
-        usage = inspect_forward(type(module))
-        self.rebinds = usage.rebinds
-        self.cache_name = usage.cache_name
+        self.cache_name = inspect_forward(type(module)).cache_name
         super().__init__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,18 +149,16 @@ class PatchedAttentionForward(ReboundForward):
         unsqueeze_dim: int = 1,
     ) -> Any:
         """Replace `apply_rotary_pos_emb`: by cos and sin, or positions and packed frequencies."""
-        overwrites = self._may_overwrite(q.numel() + k.numel()) and are_exclusive(q, k)
         norms = self.norms
         weights = None if norms is None else norms.deferred_weights(q)
         if cos.is_floating_point():
             if norms is not None and weights is not None:
                 q, k = norms.apply(q, k, weights, unsqueeze_dim)
-            return self._rotate_from_cos_sin(q, k, cos, sin, unsqueeze_dim, overwrites)
+            return self._rotate_from_cos_sin(q, k, cos, sin, unsqueeze_dim)
         options: Any = {
             "interleaved": self.interleaved,
             "heads_dim": unsqueeze_dim,
             "kernels": self.kernels,
-            "inplace": overwrites and self.kernels != "reference",  # the reference copies first
         }
         norm_options: dict[str, Any] = {}
         if norms is not None and weights is not None:
@@ -182,20 +177,10 @@ class PatchedAttentionForward(ReboundForward):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> torch.Tensor:
         """Replace an `apply_rotary_pos_emb` that rotates one tensor."""
-        overwrites = self._may_overwrite(x.numel()) and are_exclusive(x)
         if cos.is_floating_point():
-            return self._rotate_from_cos_sin(x, None, cos, sin, unsqueeze_dim, overwrites)
-        options: Any = {
-            "interleaved": self.interleaved,
-            "heads_dim": unsqueeze_dim,
-            "inplace": overwrites and self.kernels != "reference",
-        }
+            return self._rotate_from_cos_sin(x, None, cos, sin, unsqueeze_dim)
+        options: Any = {"interleaved": self.interleaved, "heads_dim": unsqueeze_dim}
         return rope(x, None, cos, sin, kernels=self.kernels, **options)[0]
-
-    def _may_overwrite(self, numel: int) -> bool:
-        """Return whether queries and keys are overwritten if nothing else can read them."""
-        is_large = numel >= _MIN_OVERWRITTEN_NUMEL
-        return is_large and self.rebinds and is_overwriting_possible(self.module)
 
     def _rotate_from_cos_sin(
         self,
@@ -204,7 +189,6 @@ class PatchedAttentionForward(ReboundForward):
         cos: torch.Tensor,
         sin: torch.Tensor,
         heads_dim: int,
-        may_overwrite: bool,
     ) -> Any:
         """Rotate to the bits of transformers' own function."""
         apply = self._original_apply
@@ -218,8 +202,7 @@ class PatchedAttentionForward(ReboundForward):
             tensors = (q, cos, sin) if k is None else (q, k, cos, sin)
             return apply(*tensors, unsqueeze_dim=heads_dim)
         cos, sin = _halved(cos, sin) if self.halve_tables else (cos, sin)
-        options |= {"may_overwrite": may_overwrite, "wide": wide}
-        rotated = rope_from_cos_sin(q, k, cos, sin, **options)
+        rotated = rope_from_cos_sin(q, k, cos, sin, wide=wide, **options)
         return rotated[0] if k is None else rotated
 
     def retire(self) -> None:

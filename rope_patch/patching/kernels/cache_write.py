@@ -130,7 +130,6 @@ class CacheWrite:
         interleaved: bool,
         heads_dim: int,
         kernels: str,
-        inplace: bool,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return memory for rotated queries, and keys as they are; None to rotate at once.
 
@@ -143,11 +142,10 @@ class CacheWrite:
             interleaved: See `rope_patch.ops.rope`.
             heads_dim: See `rope_patch.ops.rope`.
             kernels: See `rope_patch.ops.rope`.
-            inplace: Whether queries may be overwritten.
         """
         if heads_dim != 1 or not self._fits(k, "keys") or not use_triton(q, kernels):
             return None
-        out = q if inplace else torch.empty_like(q)
+        out = torch.empty_like(q)
         self._rotation = _Rotation(q, k, positions, packed_freqs, norms, interleaved, kernels, out)
         return out, k
 

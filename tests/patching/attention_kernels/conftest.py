@@ -4,14 +4,11 @@ The folder is not named `kernels`, because transformers 5.0 would take it for th
 """
 
 import importlib
-import sys
 from types import SimpleNamespace
 
 import pytest
 from helpers.tiny_models import MODELS
 from kernel_models import OTHERS
-
-from rope_patch.patching.kernels import exclusive_memory
 
 
 @pytest.fixture(autouse=True)
@@ -40,23 +37,3 @@ def launch_counts(monkeypatch):
     count("qk_norm_rope", "launch_forward", "norm")
     count("qk_norm_rope", "launch_backward", "backward")
     return counts
-
-
-@pytest.fixture
-def references_in_this_process(monkeypatch):
-    """Expect as many references to exclusive tensors as calls take in this process.
-
-    After an error in torch.compile, torch 2.13 keeps its hook for frames. Callers then hold
-    arguments during a call, so that tensors are always copied, here as in any such process.
-    """
-
-    class Count(exclusive_memory._Probe):
-        def rotate(self, q, k):
-            return count_references(q, k)
-
-    def count_references(q, k):
-        return sys.getrefcount(q)
-
-    references = Count().forward(lambda x: None, lambda x: None)
-    assert references in (exclusive_memory._REFERENCES, exclusive_memory._REFERENCES + 2)
-    monkeypatch.setattr(exclusive_memory, "_REFERENCES", references)

@@ -26,6 +26,7 @@ from kernel_models import (
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_hook
+from transformers import DynamicCache, StaticCache
 
 import rope_patch
 
@@ -135,6 +136,30 @@ def test_hooks_on_a_norm_get_its_output():
         norm.register_forward_hook(lambda m, a, out: outputs.append(out))
         logits(model)
     assert_close(outputs[0], expected[0])
+
+
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("kernels", ["auto", *OURS])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_kept_outputs_stay_unchanged(family, kernels, cache):
+    """Keep the projections' outputs and a view of their memory, without gradients."""
+    model = make_model(family)
+    patch(model, kernels)
+    kept, projections = [], ("q_proj", "k_proj")
+    for layer in model.model.layers:
+        for name in projections:
+            getattr(layer.self_attn, name).register_forward_hook(
+                lambda module, args, output: kept.append((output, output[:], output.clone()))
+            )
+    # On a CPU, up to 2**15 numbers are joined first, in memory of their own.
+    length = 400 if kernels == "auto" else FEW
+    options = {"max_cache_len": length} if cache is StaticCache else {}
+    with torch.no_grad():
+        model(input_ids=tokens(length), past_key_values=cache(config=model.config, **options))
+    assert len(kept) == len(projections) * SIZES["num_hidden_layers"]
+    for output, view, values in kept:
+        assert output.equal(values)
+        assert view.equal(values)
 
 
 @pytest.mark.parametrize(

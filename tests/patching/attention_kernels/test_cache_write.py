@@ -18,8 +18,7 @@ pytest.importorskip("triton")
 
 from rope_patch.ops.kernels import launcher
 from rope_patch.patching import inspect_forward
-from rope_patch.patching.kernels import attention_forward, cache_write
-from rope_patch.patching.kernels.exclusive_memory import counts_are_reliable
+from rope_patch.patching.kernels import cache_write
 
 SLOTS, PROMPT, STEPS = 12, 3, 2
 
@@ -101,27 +100,6 @@ def test_dynamic_methods_re_rotate_the_written_keys():
     names = assert_as_transformers(model, *caches, "dynamic-yarn")
     assert names.count("write_kernel") == model.config.num_hidden_layers * (1 + STEPS)
     assert names.count("rerotate_kernel") == 1  # all layers at once
-
-
-@pytest.mark.usefixtures("references_in_this_process")
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_large_queries_are_rotated_in_their_own_memory(family, monkeypatch):
-    monkeypatch.setattr(attention_forward, "_MIN_OVERWRITTEN_NUMEL", 0)
-    seen, op = [], cache_write.rope_into_cache
-    monkeypatch.setattr(
-        cache_write,
-        "rope_into_cache",
-        lambda q, *args, out, **kwargs: (seen.append(out is q), op(q, *args, out=out, **kwargs)),
-    )
-    model = make_model(family, num_hidden_layers=1)
-    assert_as_transformers(model, make_cache(model), make_cache(model))
-    assert seen == [False] * len(seen)  # the operators' names are recorded by a mode
-    with patch(model, "triton"):
-        plain = make_cache(model)
-        expected = decode(model, plain)
-        assert seen[-1] is counts_are_reliable()
-    with patch(model, "hf"):
-        torch.testing.assert_close(decode(model, make_cache(model)), expected, rtol=0, atol=5e-5)
 
 
 def test_fused_projection_is_split_without_a_copy():

@@ -23,7 +23,8 @@ class RunStatistics(LikelihoodStatistics, PerplexityStatistics):
 
     def __init__(self, results: RunRecord) -> None:
         super().__init__(results)
-        # Bootstraps take a while and are asked for by tables, figures and sentences alike.
+        # Tables, figures and sentences ask for the same slow bootstraps. Each object has a cache of
+        # its own, because `@cache` at the methods would keep all runs alive.
         for name in ("accuracy", "retention", "difference", "curve", "sliding", "key_tokens"):
             setattr(self, name, cache(getattr(self, name)))
         for name in (
