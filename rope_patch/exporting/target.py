@@ -120,7 +120,7 @@ class Target:
         """Return the target of a patch that is planned but not applied.
 
         Args:
-            plan: The plan from `rope_patch.patching.check`.
+            plan: The plan from `rope_patch.entry_points.check`.
             config: The checkpoint's whole config.
         """
         return cls._from_method(

@@ -112,7 +112,9 @@ def _static(model: Any) -> str:
 
 def _dynamic(model: Any) -> str:
     short, long, buffers = _logits(model, SHORT), _logits(model, LONG), inv_freq_buffers(model)
-    geometry = next(iter(rope_patch.patching.check(model, "yarn", factor=2).geometries.values()))
+    geometry = next(
+        iter(rope_patch.entry_points.check(model, "yarn", factor=2).geometries.values())
+    )
     trained_length = None if geometry.trained_length == TRAINED else TRAINED
     try:
         handle = rope_patch.patch(model, "dynamic-yarn", trained_length=trained_length)
@@ -219,7 +221,7 @@ def _config_mscale(model: Any, handle: Any) -> float:
 def _rotation(model: Any) -> str:
     """Describe an architecture's rotation from its config and its patch plan."""
     try:
-        plan = rope_patch.patching.check(model, "linear", factor=FACTOR)
+        plan = rope_patch.entry_points.check(model, "linear", factor=FACTOR)
     except ValueError:
         return ""
     features = []

@@ -123,7 +123,9 @@ def _measure_under(
     ids, alone = tokens(LONG), tokens(SHORT_ROW, 2)
     within = one_pass(model, ids[:, :WITHIN])
     buffers = inv_freq_buffers(model)
-    geometry = next(iter(rope_patch.patching.check(model, "yarn", factor=2).geometries.values()))
+    geometry = next(
+        iter(rope_patch.entry_points.check(model, "yarn", factor=2).geometries.values())
+    )
     trained = None if geometry.trained_length == TRAINED else TRAINED
     plain_prefixed = prefixed(model, ids, implementation)
     try:

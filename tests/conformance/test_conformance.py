@@ -46,7 +46,7 @@ def test_geometry_matches_the_published_config(model):
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
     chosen = {} if model.layer_type is None else {"layer_types": [model.layer_type]}
-    plan = rope_patch.patching.check(built, "linear", factor=2, start="unscaled", **chosen)
+    plan = rope_patch.entry_points.check(built, "linear", factor=2, start="unscaled", **chosen)
     geometry = plan.geometries[model.layer_type]
     got = (geometry.head_dim, geometry.rotary_dim, geometry.theta, geometry.trained_length)
     assert got == (model.head_dim, model.rotary_dim, model.theta, model.trained_length)
