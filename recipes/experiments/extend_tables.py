@@ -37,7 +37,7 @@ from rope_patch.statistics.bootstrap import bootstrap_mean
 from rope_patch.utils import atomic_files, checksums
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.installation import version
-from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.terminal import progress_bar
 
 MODELS = (*LANGUAGE_SUBJECTS, sentence_search.NAME)
 TEXTS = {"whisper-tiny-en": 24, "rxnmapper-albert": 12, sentence_search.NAME: 96}

@@ -29,7 +29,7 @@ from rope_patch.statistics.bootstrap import bootstrap_mean
 from rope_patch.statistics.intervals import Interval, accuracy
 from rope_patch.tasks import chat_template, short
 from rope_patch.utils import atomic_files, provenance
-from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.terminal import progress_bar
 
 PLAIN, STATIC, PLUGIN = "plain", "yarn", "dynamic-yarn"
 FACTOR = 4

@@ -115,7 +115,7 @@ def _kernel_status() -> str:
 
 def _cache_summary() -> str:
     """Return the cache folder's path and size."""
-    from rope_patch.utils.installation import cache_folder
+    from rope_patch.utils.cache_folder import cache_folder
 
     folder = cache_folder()
     size = sum(path.stat().st_size for path in _files(folder))

@@ -25,7 +25,7 @@ from rope_patch.inference.prefix_reader import PrefixReader, input_device, is_ou
 from rope_patch.tasks import chat_template, settled
 from rope_patch.utils.errors import describe_error
 from rope_patch.utils.processes import Processes
-from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.terminal import progress_bar
 
 
 @dataclass(frozen=True)

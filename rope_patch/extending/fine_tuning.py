@@ -24,7 +24,7 @@ from rope_patch.training.run import open_run_folder
 from rope_patch.training.settings import Settings, parse_settings
 from rope_patch.training.trainer import LongContextTrainer, finetune
 from rope_patch.utils.errors import Refused, one_line
-from rope_patch.utils.plain_text import format_duration
+from rope_patch.utils.terminal import format_duration
 
 logger = logging.getLogger("rope_patch")
 

@@ -39,8 +39,8 @@ from rope_patch.recommending.budget import BudgetTooSmall
 from rope_patch.recommending.result import JSON_FILE, MARKDOWN_FILE
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, one_line
-from rope_patch.utils.plain_text import format_duration
 from rope_patch.utils.processes import Processes
+from rope_patch.utils.terminal import format_duration
 
 logger = logging.getLogger("rope_patch")
 

@@ -11,8 +11,8 @@ from rope_patch.evaluation.report.writer import render
 from rope_patch.runs.run_folder import WallClock
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import printable
-from rope_patch.utils.plain_text import format_duration
 from rope_patch.utils.provenance import now
+from rope_patch.utils.terminal import format_duration
 
 logger = logging.getLogger("rope_patch")
 

@@ -28,7 +28,7 @@ from rope_patch.runs.run_folder import LOCK
 from rope_patch.statistics import least_texts
 from rope_patch.tasks import texts
 from rope_patch.utils import checksums
-from rope_patch.utils.plain_text import format_duration
+from rope_patch.utils.terminal import format_duration
 
 logger = logging.getLogger("rope_patch")
 

@@ -17,8 +17,8 @@ from rope_patch.lab.settings import RECALL, TASKS, TEXT, Cell, LabSettings
 from rope_patch.runs.journal import check_lines
 from rope_patch.runs.run_folder import RunFolder
 from rope_patch.utils import atomic_files, checksums
-from rope_patch.utils.progress import progress_bar
 from rope_patch.utils.provenance import hardware, now, versions
+from rope_patch.utils.terminal import progress_bar
 
 logger = logging.getLogger("rope_patch")
 

@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 
 from rope_patch.pretrained.gguf import dense_options, unmark_quantized
+from rope_patch.utils.cache_folder import cache_folder
 from rope_patch.utils.checksums import file_sha256
-from rope_patch.utils.installation import cache_folder
 
 NAME = "SmolLM2-135M-Instruct Q4_1"
 

@@ -26,7 +26,7 @@ from rope_patch.pretrained.saving import raise_tokenizer_length, record_patch
 from rope_patch.pretrained.sidecar import SIDECAR, read_sidecar
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, describe_error
-from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.terminal import progress_bar
 
 _BLOCK = 2**24  # bytes of a file that are copied at once
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

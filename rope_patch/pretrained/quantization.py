@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from rope_patch.utils.errors import Refused, did_you_mean
-from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.terminal import progress_bar
 
 GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 BITSANDBYTES = ("int8", "nf4")

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from rope_patch.recommending.sample_sets import BLOCK_SIZE
 from rope_patch.utils.errors import Refused, printable
-from rope_patch.utils.plain_text import format_duration
 from rope_patch.utils.processes import Processes
-from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.terminal import format_duration, progress_bar
 
 FINALISTS = 3  # halving stops at this number of rotations
 MIN_EVALUATIONS = 10  # a search with fewer is not worth its time

@@ -23,7 +23,7 @@ from rope_patch.utils.errors import (
     one_line,
     text_html,
 )
-from rope_patch.utils.plain_text import align
+from rope_patch.utils.terminal import align
 
 if TYPE_CHECKING:
     from rope_patch.recommending.decision_rule import VariantScores

@@ -15,7 +15,7 @@ from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.fitness import Evaluation, Fitness
 from rope_patch.searching.journal import SearchJournal, candidate_to_dict
 from rope_patch.searching.strategies.base import Proposals
-from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.terminal import progress_bar
 
 # Digits of a rotation's key: more than strategies have, so every proposal is measured.
 _KEY_DIGITS = 9

@@ -21,8 +21,8 @@ from rope_patch.patching.dynamic import hooks
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.training.checkpoints import explain_write_errors, latest_complete
 from rope_patch.utils import atomic_files
-from rope_patch.utils.progress import progress_bar
 from rope_patch.utils.provenance import peak_memory
+from rope_patch.utils.terminal import progress_bar
 
 LOG = "log.jsonl"
 _LOSS_WINDOW = 20  # steps in the mean loss that a rise is measured from

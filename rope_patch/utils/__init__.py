@@ -9,16 +9,15 @@ front(
             "add_write_advice atomic_write explain_write_errors NotWritten "
             "require_writable_file require_writable_folder"
         ),
-        "checksums": "add_checksum digest file_sha256 json_digest seal unseal verify_checksum",
+        "checksums": ("add_checksum digest file_sha256 json_digest seal unseal verify_checksum"),
         "errors": (
             "describe_error did_you_mean escape_markdown markdown_block "
             "markdown_code markdown_prose one_line printable text_html"
         ),
         "figures": "PALETTE render_figure",
         "installation": "version",
-        "plain_text": "align format_duration",
         "processes": "Processes",
-        "progress": "progress_bar",
         "provenance": "config_fingerprint fingerprint",
+        "terminal": "align format_duration progress_bar",
     },
 )

@@ -1,15 +1,12 @@
-"""What is installed: versions, the package's own files, the user's cache, names of before."""
+"""What is installed: versions, the package's own files, and names of before."""
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-
-from platformdirs import user_cache_path
 
 
 @cache  # each answer parses the package's whole README, and every card and record asks
@@ -43,15 +40,6 @@ def resource_folder(name: str) -> Path:
     package = Path(__file__).parents[1]
     installed = package / name
     return installed if installed.is_dir() else package.parent / name
-
-
-VARIABLE = "ROPE_PATCH_CACHE"
-
-
-def cache_folder() -> Path:
-    """Return the folder, which may not exist: the environment variable's, or the system's."""
-    named = os.environ.get(VARIABLE)
-    return Path(named).expanduser() if named else user_cache_path("rope_patch")
 
 
 def warn_renamed(old: str, new: str) -> None:

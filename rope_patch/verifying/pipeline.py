@@ -14,7 +14,7 @@ import torch
 
 from rope_patch.extension import Extension
 from rope_patch.patching.length_warning import silence_length_warnings
-from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.terminal import progress_bar
 from rope_patch.verifying.clients import CannotReach, CannotVerify, Engine, Observation
 from rope_patch.verifying.engine_detection import open_engine
 from rope_patch.verifying.hypotheses import AskedRotation, make_hypotheses

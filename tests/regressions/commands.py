@@ -226,7 +226,7 @@ DEFECTS = [
     ),
     Defect(
         "progress in a log is a line for each refresh",
-        "rope_patch/utils/progress.py",
+        "rope_patch/utils/terminal.py",
         "        if now - LogLines._latest >= _INTERVAL:\n",
         "        if True:\n",
         ("tests/utils/test_progress.py::test_a_log_gets_a_line_a_minute_over_all_bars",),

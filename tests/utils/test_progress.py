@@ -24,7 +24,7 @@ def stderr(monkeypatch):
 
     def replace(stream):
         monkeypatch.setattr("sys.stderr", stream)
-        monkeypatch.setattr("rope_patch.utils.progress.LogLines._latest", 0.0)
+        monkeypatch.setattr("rope_patch.utils.terminal.LogLines._latest", 0.0)
         return stream
 
     return replace
@@ -34,7 +34,7 @@ def stderr(monkeypatch):
 def clock(monkeypatch):
     """Stop the time; add seconds to the first element to let it go on."""
     seconds = [1000.0]
-    monkeypatch.setattr("rope_patch.utils.progress.time.monotonic", lambda: seconds[0])
+    monkeypatch.setattr("rope_patch.utils.terminal.time.monotonic", lambda: seconds[0])
     return seconds
 
 

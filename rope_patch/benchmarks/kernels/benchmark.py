@@ -63,7 +63,7 @@ from rope_patch.utils.atomic_files import add_write_advice, atomic_write
 from rope_patch.utils.checksums import json_safe
 from rope_patch.utils.errors import one_line
 from rope_patch.utils.installation import version
-from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.terminal import progress_bar
 
 logger = logging.getLogger("rope_patch")
 

@@ -27,7 +27,7 @@ from rope_patch.patching import current
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.forwards import cache_arguments
 from rope_patch.transformers_api.models import decoder_layer_class, decoder_output
-from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.terminal import progress_bar
 
 BLOCK = 64  # positions whose mean loss is kept
 HEAD_CHUNK = 512  # positions whose logits exist at once

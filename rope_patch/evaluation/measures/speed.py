@@ -43,8 +43,7 @@ from rope_patch.pretrained.loading import (
 from rope_patch.rope_config import read_geometries
 from rope_patch.transformers_api.forwards import cache_arguments
 from rope_patch.utils import provenance
-from rope_patch.utils.plain_text import align
-from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.terminal import align, progress_bar
 
 WARMUP_TOKENS = 4  # decoded before any that counts: allocator and compiler have settled by then
 

@@ -10,7 +10,7 @@ from typing import Any
 from rope_patch.statistics import Interval
 from rope_patch.utils import errors
 from rope_patch.utils.checksums import digest
-from rope_patch.utils.plain_text import align
+from rope_patch.utils.terminal import align
 
 # Names of colours, next to m0, m1, ... for the methods.
 PLAIN = "plain"

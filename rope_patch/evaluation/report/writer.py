@@ -31,8 +31,8 @@ from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import add_checksum, json_safe
 from rope_patch.utils.errors import escape_markdown, markdown_block
 from rope_patch.utils.figures import PALETTE
-from rope_patch.utils.plain_text import format_duration
 from rope_patch.utils.provenance import Hardware
+from rope_patch.utils.terminal import format_duration
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -55,9 +55,10 @@ from rope_patch.transformers_api.models import (
     transformers_version,
 )
 from rope_patch.utils.atomic_files import NotWritten, write_json
+from rope_patch.utils.cache_folder import cache_folder
 from rope_patch.utils.checksums import digest
 from rope_patch.utils.errors import Refused, describe_error, escape_markdown, markdown_prose
-from rope_patch.utils.installation import cache_folder, own_version
+from rope_patch.utils.installation import own_version
 from rope_patch.utils.provenance import now
 
 logger = logging.getLogger("rope_patch")

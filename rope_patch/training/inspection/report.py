@@ -37,7 +37,7 @@ from rope_patch.utils.figures import (
     require_plot_path,
     write_figure,
 )
-from rope_patch.utils.plain_text import align
+from rope_patch.utils.terminal import align
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

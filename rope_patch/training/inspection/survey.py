@@ -31,7 +31,7 @@ from rope_patch.training.data.arguments import DataArguments
 from rope_patch.training.data.documents import compression_ratio, document_text, tokenize_document
 from rope_patch.training.data.readers import DocumentRef, find_source
 from rope_patch.utils import atomic_files
-from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.terminal import progress_bar
 
 
 @dataclass
