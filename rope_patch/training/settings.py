@@ -282,7 +282,7 @@ def _settings_of(recipe: dict[str, Any], rest: list[str]) -> Settings:
     words = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
     for key in [*recipe, *words]:
         if key in UNSUPPORTED_KEYS:
-            raise ValueError(f"{key} is not for this: {UNSUPPORTED_KEYS[key]}")
+            raise ValueError(f"recipes have no key {key}: {UNSUPPORTED_KEYS[key]}")
     inner = RecipeParser(_ARGUMENT_CLASSES)
     recipe = {key: inner.coerce(key, value) for key, value in recipe.items()}
     inner.set_recipe(recipe)

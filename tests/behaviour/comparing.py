@@ -61,6 +61,8 @@ def compare(a, b, tolerance=0.0, lines=20):
         for name in first.keys() & second.keys()
     }
     found |= only_in(a, first, second) | only_in(b, second, first)
+    if not found:
+        raise SystemExit(f"{a} and {b} record nothing: expected files beside about.json")
     differing = sorted(name for name, texts in found.items() if texts)
     for name in differing:
         print(name, *(f"  {line}" for line in found[name][:lines]), sep="\n")

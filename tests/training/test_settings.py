@@ -189,7 +189,7 @@ UNSUPPORTED = {
 for key, (value, reason) in UNSUPPORTED.items():
     REFUSED.append(({key: value}, [], f"{key} .*{reason}"))
     REFUSED.append(({}, [f"--{key}", str(value)], f"{key} .*{reason}"))
-REFUSED.append(({}, ["--loop"], "loop is not for this: .*training_loop.py"))
+REFUSED.append(({}, ["--loop"], "no key loop: .*training_loop.py"))
 
 
 @pytest.mark.parametrize(("keys", "words", "message"), REFUSED)
