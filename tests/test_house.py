@@ -39,7 +39,7 @@ BUDGETS = {
     "statistics": (1_400, 7),
     "tasks": (4_000, 29),
     "training": (9_000, 31),
-    "transformers_api": (1_150, 7),
+    "transformers_api": (1_150, 8),
     "utils": (1_400, 13),
     "verifying": (2_450, 9),
 }
@@ -142,8 +142,10 @@ print(len(names), grows)
 
 # As the command `eval` does it, to its report.
 EVALUATE = """
+from contextlib import suppress
 from rope_patch.cli import main
-main()
+with suppress(SystemExit):
+    main()
 print(imported())
 """
 
@@ -170,4 +172,5 @@ def test_an_evaluation_imports_few_modules(tmp_path):
     words += ["--tasks", "perplexity", "--perplexity-length", "512"]
     words += ["--text", "tests/assets/start-of-emma.txt", "--out", str(tmp_path / "report")]
     (measured,) = counts(EVALUATE, *words)
-    assert measured <= 231
+    assert (tmp_path / "report" / "report.json").is_file()
+    assert measured <= 228

@@ -223,14 +223,15 @@ def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
     atomic_files.require_writable_folder(folder, "the report")
     settings = {name: value for name, value in request.items() if value is not None}
     results: dict[str, Any] = {}
-    hint = f"{folder} has what was measured"
-    with handle_interrupt(hint), user_inductor_cache(), terminable():
+    with handle_interrupt("nothing was measured yet"), user_inductor_cache(), terminable():
         try:
             benchmark.bench(benchmark.KernelBenchRequest(**settings), folder, results)
         except KeyboardInterrupt:
-            if results.get("seconds"):
-                _write_report(results, folder)
-            raise
+            if not results.get("seconds"):
+                raise
+            _write_report(results, folder)
+            with handle_interrupt(f"{folder} has what was measured"):
+                raise
     # Print first, so that a full disk loses no measurement.
     if as_json:
         print(benchmark.as_json(results), end="")

@@ -13,9 +13,20 @@ import warnings
 from collections.abc import Iterator
 from types import FrameType
 
-import typer
-
 from rope_patch.utils.errors import printable
+
+logger = logging.getLogger("rope_patch")
+
+EXIT_CODE = 130  # what shells expect of a command that SIGINT ended
+# docs/exit-codes.md has all of them. A command that has a verdict refuses with 2.
+VERDICT, REFUSED, CRASHED = 1, 1, 2
+# Variables that the libraries read when they are imported.
+_HIDE_BARS = {
+    "TQDM_DISABLE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
+_ERRORS_ONLY = {"TRANSFORMERS_VERBOSITY": "error"}
 
 
 @contextlib.contextmanager
@@ -43,6 +54,8 @@ def handle_interrupt(hint: str = "the same command continues from here") -> Iter
     try:
         yield
     except KeyboardInterrupt:
+        import typer  # below `interruptible`, which handles a SIGINT during imports
+
         print(f"stopped; {hint}", file=sys.stderr)
         raise typer.Exit(EXIT_CODE) from None
 
@@ -55,11 +68,6 @@ def show(text: object) -> None:
 def command_line() -> str:
     """Return the command as typed, to record in results."""
     return shlex.join(["rope-patch", *sys.argv[1:]])
-
-
-EXIT_CODE = 130  # what shells expect of a command that SIGINT ended
-# docs/exit-codes.md has all of them. A command that has a verdict refuses with 2.
-VERDICT, REFUSED, CRASHED = 1, 1, 2
 
 
 @contextlib.contextmanager
@@ -113,17 +121,6 @@ def _is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-logger = logging.getLogger("rope_patch")
-
-# Variables that the libraries read when they are imported.
-_HIDE_BARS = {
-    "TQDM_DISABLE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-}
-_ERRORS_ONLY = {"TRANSFORMERS_VERBOSITY": "error"}
 
 
 class _PrintableFormatter(logging.Formatter):

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rope_patch.encodings.replacement.entry_point import encode
 from rope_patch.entry_points import patch
-from rope_patch.lab.settings import TEXT, Cell, LabSettings, encoding_options
+from rope_patch.lab.settings import LOG_N, PLAIN, SCALE, TEXT, Cell, LabSettings, encoding_options
 from rope_patch.lab.tasks import RecallTask, Task, TextTask
 from rope_patch.utils.atomic_files import atomic_write
 
@@ -220,8 +220,6 @@ class Trainer:
         self.losses, self._recent = list(state["losses"]), list(state["recent"])
 
 
-PLAIN = "plain"
-LOG_N, SCALE = "log-n", "scale-1.2"
 # Temperatures of a decoder without positions; log-n is 1 up to the trained length.
 _TEMPERATURES: dict[str, float | str] = {LOG_N: "log-n", SCALE: 1.2}
 # What `rope_patch.patch` does to a trained model of an encoding.

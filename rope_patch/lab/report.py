@@ -25,7 +25,6 @@ from rope_patch.evaluation.report.table import (
     percent_range,
 )
 from rope_patch.evaluation.report.writer import TEMPLATES, render, to_json
-from rope_patch.lab.cell_run import PLAIN
 from rope_patch.lab.results import (
     BY_POSITION,
     FORMAT,
@@ -38,7 +37,7 @@ from rope_patch.lab.results import (
     seeded_mean,
     unit,
 )
-from rope_patch.lab.settings import RECALL, TEXT
+from rope_patch.lab.settings import PLAIN, RECALL, TEXT
 from rope_patch.lab.statements import (
     AGREES,
     DISAGREES,

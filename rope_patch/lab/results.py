@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict, final
 
 from rope_patch.evaluation.results_schema import Number
-from rope_patch.lab.cell_run import PLAIN
-from rope_patch.lab.settings import RECALL, TEXT
+from rope_patch.lab.settings import PLAIN, RECALL, TEXT
 from rope_patch.statistics import Interval, accuracy, clustered_mean
 from rope_patch.utils.checksums import unseal
 from rope_patch.utils.provenance import Hardware

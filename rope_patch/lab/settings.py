@@ -11,6 +11,8 @@ from rope_patch.utils.errors import Refused, did_you_mean
 
 TEXT, RECALL = "text", "recall"
 TASKS = (TEXT, RECALL)
+PLAIN = "plain"  # no extension
+LOG_N, SCALE = "log-n", "scale-1.2"  # extensions by a temperature
 LENGTH = 256  # tokens
 QUICK_LENGTH = 64
 MULTIPLES = (1, 2, 4, 8)  # tested lengths over the trained one

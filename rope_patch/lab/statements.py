@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rope_patch.lab.cell_run import SCALE
 from rope_patch.lab.results import LAST_HALF, RIGHT, LabResults, ScoreKey, seeded_difference
-from rope_patch.lab.settings import RECALL, TEXT
+from rope_patch.lab.settings import RECALL, SCALE, TEXT
 from rope_patch.statistics import Interval
 
 AGREES, DISAGREES, UNCLEAR, UNMEASURED = "agrees", "disagrees", "cannot tell", "not measured"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from rope_patch.transformers_api.generation import frozen_clock
+from rope_patch.transformers_api.chat_templates import frozen_clock
 from rope_patch.utils.errors import describe_error
 
 CHAT_TEMPLATE = ("auto", "on", "off")

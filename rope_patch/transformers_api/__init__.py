@@ -7,7 +7,8 @@ each, whose text says which releases have which form. The rest of the package im
 
 - `forwards`: the arguments of a forward, by kind before name: tokens, positions, mask, cache.
 - `caches`: classes of caches and their layers, paged caches, the cache in an output.
-- `generation`: the steps of `generate`, continuous batching, `transformers serve`, chat templates.
+- `generation`: the steps of `generate`, continuous batching, `transformers serve`.
+- `chat_templates`: their clock.
 - `models`: the installed release and the newest tested one, registries, and parts of models.
 - `training`: what the Trainer calls.
 

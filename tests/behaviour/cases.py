@@ -39,7 +39,6 @@ CASES = {
         f"export {LLAMA} --engine llama.cpp --found out --write converted",
     ],
     "finetune": [f"{LORA} --resume auto", f"{LORA} --resume auto --seed 7"],
-    "finetune-loop": [f"{TRAIN} --loop"],
     "finetune-plans": [
         "finetune --keys",
         "finetune --config yarn_64k --plan",
@@ -49,8 +48,7 @@ CASES = {
     ],
     "lab": [LAB, f"{LAB} --json"],
     "bench": [
-        "bench --plan",
-        f"bench {LLAMA} --method yarn,dynamic-yarn --prompt 300 --decode 2 --repeats 1 --json",
+        f"bench {LLAMA} --method yarn,dynamic-yarn --prompt 300 --decode 2 --repeats 1 --json"
     ],
     "pictures": ["picture", "picture --json"]
     + [f"picture {name} --out {name}.svg" for name in PICTURES.split()]
@@ -100,6 +98,8 @@ CASES = {
         f"extend {LLAMA} --to 1x --out out",
         "report nowhere",
         "finetune --config nowhere",
+        f"{TRAIN} --loop",
+        "bench --plan",
         "recipes fsdp3",
         "picture clocks",
         "lab --encodings rotary --out out",

@@ -21,7 +21,7 @@ MASKS = [
     (r"/\S*/site-packages/", "PACKAGES/", "each checkout has an environment of its own"),
     (r"\S*/bin/python[\d.]*", "PYTHON", "the same"),
     (r"\b[0-9a-f]{40}\b\+?", "REVISION", "what is recorded"),
-    (r"[^\n\r]*\d+%\|[^\n]*\n", "", "progress bars"),
+    (r"[^\n\r]*\d+%\|[^\n\r]*[\n\r]", "", "progress bars"),
     (r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?(\.\d+)?([+-]\d\d:\d\d|Z)?)?", "DATE", "dates"),
     (rf"{DURATION}(?: {DURATION})*", "DURATION", "durations, also of two units"),
     (r"\d[\d.]* of DURATION", "DURATION", "the same"),
@@ -47,8 +47,8 @@ MASKED_KEYS = {
     "git_revision": "what is recorded",
     "date": "a time",
     "trainer_state.json": "size and seal of a file with speeds",
-    "digest": "seals contents with times",
 }
+SEAL = "digest"  # of a file's or a line's whole content, times included
 # Of what a record was made, and what runs left when they were killed: `continued` depends on it.
 NOT_COMPARED = ("about.json", "interrupted/")
 
@@ -141,9 +141,12 @@ def canonical(name, text):
     else:  # a command's stdout is JSON with --json
         parts = re.split(r"(?m)(?<=^-- stdout\n)|^(?=-- stderr$)", text)
     text = masked("".join(map(as_values, parts)))
-    if name.startswith(TIMED):
-        text = re.sub(r"-?\d[\d,.]*(e-\d+)?", "#", text)
-    return [piece for line in text.splitlines() for piece in re.findall(f".{{1,{WIDTH}}}", line)]
+    if name.startswith(TIMED):  # the command and its exit code stand above what it printed
+        head, mark, printed = text.rpartition("-- stdout\n")
+        text = head + mark + re.sub(r"-?\d[\d,.]*(e-\d+)?", "#", printed)
+    return [
+        piece for line in text.splitlines() for piece in re.findall(f".{{1,{WIDTH}}}", line) or [""]
+    ]
 
 
 def as_values(text):
@@ -152,6 +155,8 @@ def as_values(text):
         return text
     try:
         values = without_masked_keys(json.loads(text))
+        if isinstance(values, dict) and SEAL in values:
+            values[SEAL] = "#"
     except ValueError:
         return text
     return json.dumps(values, indent=1, sort_keys=True, ensure_ascii=False) + "\n"

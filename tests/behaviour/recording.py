@@ -149,6 +149,10 @@ def continue_run(name, runs, record, is_own):
         folder.mkdir()
         killed = run(words, folder, before=partial(kill_at, pattern, lines))
         write_result(runs / f"{name}.txt", words, killed)
+        if killed.returncode != -signal.SIGKILL:
+            raise SystemExit(
+                f"{name} was not killed, exit code {killed.returncode}: {killed.stderr}"
+            )
         shutil.move(folder, runs / name)
     folder = Path(shutil.copytree(runs / name, WORK / f"continued-{name}"))
     result = run(words, folder)

@@ -187,8 +187,9 @@ UNSUPPORTED = {
     "logging_nan_inf_filter": (True, "stops the training"),
 }
 for key, (value, reason) in UNSUPPORTED.items():
-    REFUSED.append(({key: value}, [], f"{key} .*{reason}"))
-    REFUSED.append(({}, [f"--{key}", str(value)], f"{key} .*{reason}"))
+    REFUSED.append(({key: value}, [], f"{key}: .*{reason}"))
+    REFUSED.append(({}, [f"--{key}", str(value)], f"{key}: .*{reason}"))
+REFUSED.append(({"loop": True}, [], "no key loop: .*training_loop.py"))
 REFUSED.append(({}, ["--loop"], "no key loop: .*training_loop.py"))
 
 
