@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.packages import ROOT, build, copy, install
+from helpers.processes import shared_folder
 
 pytestmark = pytest.mark.installed
 
@@ -46,15 +47,23 @@ class Shell:
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("installed")
-    copy(folder / "source")
-    build(folder / "source", folder / "dist")
-    (wheel,) = (folder / "dist").glob("*.whl")
-    install(wheel, "all", folder / "venv")
-    (folder / "empty").mkdir()
-    shutil.copytree(ROOT / "tests" / "assets" / "tiny-llama", folder / "empty" / "tiny")
-    return Shell(folder / "venv", folder / "empty")
+def environment(tmp_path_factory):
+    """Make one environment with the wheel, which all workers use."""
+    with shared_folder(tmp_path_factory, "installed") as folder:
+        if not (folder / "done").exists():
+            copy(folder / "source")
+            build(folder / "source", folder / "dist")
+            (wheel,) = (folder / "dist").glob("*.whl")
+            install(wheel, "all", folder / "venv")
+            (folder / "done").touch()
+    return folder / "venv"
+
+
+@pytest.fixture(scope="module")
+def shell(environment, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("empty")
+    shutil.copytree(ROOT / "tests" / "assets" / "tiny-llama", folder / "tiny")
+    return Shell(environment, folder)
 
 
 def test_package_is_imported_from_the_wheel(shell):
