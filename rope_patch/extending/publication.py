@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
 import shutil
 import tempfile
@@ -16,8 +14,8 @@ from rope_patch.evaluation.report.table import Table
 from rope_patch.exporting import ENGINES, export
 from rope_patch.extending.proof import Candidate
 from rope_patch.extending.request import ExtendRequest
-from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config, read_original_config
+from rope_patch.pretrained.model_card import card_header, card_title, loading_snippet, made_by
 from rope_patch.pretrained.patched_checkpoint import patch_checkpoint
 from rope_patch.pretrained.sidecar import extension_from_sidecar, read_sidecar
 from rope_patch.utils import atomic_files
@@ -28,7 +26,6 @@ from rope_patch.utils.errors import (
     markdown_code,
     markdown_prose,
 )
-from rope_patch.utils.provenance import versions
 
 MODEL = "model"
 EXPORTS, REPORT = "exports", "report"
@@ -131,15 +128,12 @@ def render_card(folder: Path, facts: dict[str, Any]) -> str:
             trained, or None), `samples` (questions at each length, and texts) and `command`.
     """
     model = facts["model"]
-    on_hub = model != "demo" and not Path(model).exists()
-    base = f"base_model: {json.dumps(model)}\n" if on_hub else ""
-    name = demo.NAME if model == "demo" else Path(model).name
     training, sidecar = facts["training"], read_sidecar(folder)
     method = sidecar["method"] if sidecar else facts["method"]
     questions, count = facts["samples"]
     parts = [
-        f"---\nlibrary_name: transformers\n{base}tags: {_tags(method)}\n---",
-        f"# {escape_markdown(name)}, {facts['trained_length']:,} → {facts['length']:,} tokens",
+        card_header(model, method),
+        f"# {card_title(model)}, {facts['trained_length']:,} → {facts['length']:,} tokens",
         markdown_prose(facts["sentences"][0]) if facts["sentences"] else "",
         "\n".join(
             [
@@ -161,19 +155,11 @@ def render_card(folder: Path, facts: dict[str, Any]) -> str:
         "## Not measured",
         "\n".join(f"- {markdown_prose(each)}" for each in facts["left_out"]),
         "## Use",
-        _loading_snippet(sidecar),
+        loading_snippet(sidecar),
         "Other engines: [exports/README.md](exports/README.md).",
-        f"Made by {markdown_code(facts['command'] or 'rope_patch.extend')} with rope_patch "
-        f"{versions()['rope_patch']}, transformers {versions()['transformers']}, torch "
-        f"{versions()['torch']}.",
+        made_by(facts["command"] or "rope_patch.extend"),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _tags(method: str) -> str:
-    """Return the tags of the header; a name that YAML could take for something else is quoted."""
-    name = method if re.fullmatch(r"[a-z][\w-]*", method) else json.dumps(method)
-    return f"[rope_patch, long-context, {name}]"
 
 
 def markdown_table(table: Table) -> str:
@@ -199,10 +185,3 @@ def _weights_text(training: dict[str, Any] | None) -> str:
         f"tokens of {data}, learning rate {training['learning_rate']:g}, "
         f"loss {first:.4f} to {last:.4f}"
     )
-
-
-def _loading_snippet(sidecar: dict[str, Any] | None) -> str:
-    if sidecar is None or sidecar["native"]:
-        code = 'transformers.AutoModelForCausalLM.from_pretrained("...")'
-        return f"```python\nmodel = {code}  # rope_patch is not needed\n```"
-    return '```python\nmodel = rope_patch.load("...")  # transformers has no form of this\n```'

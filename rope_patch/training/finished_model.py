@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rope_patch.pretrained import demo
+from rope_patch.pretrained.model_card import card_header, card_title, loading_snippet, made_by
 from rope_patch.pretrained.saving import save
 from rope_patch.pretrained.sidecar import read_sidecar
 from rope_patch.training import checkpoints, identity
@@ -24,7 +24,6 @@ from rope_patch.training.objective.arguments import ObjectiveArguments
 from rope_patch.training.settings import Settings
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import escape_markdown
-from rope_patch.utils.provenance import versions
 
 if TYPE_CHECKING:
     from rope_patch.training.run import TrainingRun
@@ -155,22 +154,18 @@ def render_card(run: Any, folder: Path) -> str:
     settings, prepared = run.settings, run.prepared
     extension = settings.extension
     target = _method_and_target(run)[1]
-    on_hub = extension.model != "demo" and not Path(extension.model).exists()
-    base = f"base_model: {json.dumps(extension.model)}\n" if on_hub else ""
-    title = demo.NAME if extension.model == "demo" else Path(extension.model).name
-    return f"""---
-library_name: transformers
-{base}tags: [rope_patch, long-context, {extension.method}]
----
+    command = shlex.join(["rope-patch", "finetune", "--config", "recipe.yaml"])
+    return f"""{card_header(extension.model, extension.method)}
 
-# {escape_markdown(title)}, {prepared.trained_length:,} → {target}
+# {card_title(extension.model)}, {prepared.trained_length:,} → {target}
 
 {_stages_section(run)}
 {_scores_section(run.folder)}
-{_loading_snippet(folder)}
+## Use
 
-Made by `{shlex.join(["rope-patch", "finetune", "--config", "recipe.yaml"])}` with rope_patch \
-{versions()["rope_patch"]}, transformers {versions()["transformers"]}, torch {versions()["torch"]}.
+{loading_snippet(read_sidecar(folder))}
+
+{made_by(command)}
 """
 
 
@@ -291,17 +286,6 @@ def _scores_section(folder: Path) -> str:
             f"{row['retrieval_probability']:.3f} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def _loading_snippet(folder: Path) -> str:
-    sidecar = read_sidecar(folder)
-    if sidecar is None or sidecar["native"]:
-        code = 'transformers.AutoModelForCausalLM.from_pretrained("...")'
-        return f"## Use\n\n```python\nmodel = {code}  # rope_patch is not needed\n```"
-    return (
-        '## Use\n\n```python\nmodel = rope_patch.load("...")  # transformers has no form of this '
-        "method\n```"
-    )
 
 
 def _enum_value(value: Any) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from extensions import LENGTH, TINY, TRAINED, extend_tiny, extend_until_killed, files, step_result
 from helpers.commands import run_in_this_process
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -61,7 +62,12 @@ def test_the_published_method_answers_at_the_target(finished):
 def test_the_card_names_method_lengths_evidence_and_gaps(finished):
     result, _ = finished
     card = (result.folder / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\ntags: [rope_patch")
+    method = json.loads((result.folder / "rope_patch.json").read_text())["method"]
+    header = ModelCard(card, ignore_metadata_errors=False).data  # as the hub reads it
+    assert header.to_dict() == {
+        "library_name": "transformers",
+        "tags": ["rope_patch", "long-context", method],
+    }
     for words in (
         "# tiny-llama, 256 → 1,024 tokens",
         f"| method | {result.method} |",
