@@ -14,8 +14,8 @@ from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import text_html
 from rope_patch.utils.figures import (
     PAPER,
-    STYLE,
-    require_matplotlib,
+    canvas,
+    legend_label,
     require_plot_path,
     write_figure,
 )
@@ -188,24 +188,14 @@ def write_plot(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
 
 def make_figure(diagnosis: Diagnosis) -> Figure:
     """Return the plot as a figure; see `Diagnosis.figure`."""
-    require_matplotlib()
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     rotations = list(diagnosis.rotations.items())
-    with rc_context(STYLE):
-        total = _PANEL_HEIGHT * len(rotations)
-        figure = Figure(figsize=(_FIGURE_WIDTH / 72, total / 72))
+    with canvas(_FIGURE_WIDTH, _PANEL_HEIGHT * len(rotations)) as page:
         for i, (kind, rotation) in enumerate(rotations):
-            bottom = total - _PANEL_HEIGHT * (i + 1) + 54
-            box = (
-                104 / _FIGURE_WIDTH,
-                bottom / total,
-                (_FIGURE_WIDTH - 122) / _FIGURE_WIDTH,
-                (_PANEL_HEIGHT - 92) / total,
+            axes = page.add_axes(
+                104, _PANEL_HEIGHT * i + 38, _FIGURE_WIDTH - 122, _PANEL_HEIGHT - 92
             )
-            _draw_panel(figure.add_axes(box), diagnosis, kind, rotation)
-    return figure
+            _draw_panel(axes, diagnosis, kind, rotation)
+    return page.figure
 
 
 def _draw_panel(
@@ -227,7 +217,13 @@ def _draw_panel(
         stopped = [x for x, y in after if not math.isfinite(y)]
         if stopped:
             style: Any = {"color": PAPER["m0"], "markersize": 8}
-            axes.plot(stopped, [high / 1.25] * len(stopped), "^", label=" no longer turns", **style)
+            axes.plot(
+                stopped,
+                [high / 1.25] * len(stopped),
+                "^",
+                label=" no longer turns",
+                **style,
+            )
     beyond = [pair.pair for pair in pairs if pair.extrapolates]
     if beyond:
         place = dict(after if changed else before)
@@ -266,8 +262,7 @@ def _draw_wavelengths(
     x = [x for x, _ in points]
     y = [y if math.isfinite(y) else math.nan for _, y in points]
     style: Any = {"color": PAPER[key], "lw": 1.5, "markersize": 4.5, "zorder": 3}
-    # The leading space keeps labels that start with a _, which matplotlib would drop.
-    axes.plot(x, y, marker=marker, label=" " + label, **style)
+    axes.plot(x, y, marker=marker, label=legend_label(label), **style)
 
 
 def _draw_lengths(axes: Axes, trained: int, target: int, low: float) -> None:

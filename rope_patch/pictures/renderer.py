@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rope_patch.utils.figures import PAPER, STYLE, require_matplotlib
+from rope_patch.utils.figures import FONT, PAPER, canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-# All lengths are in CSS pixels: at 72 dots per inch one point of matplotlib is one pixel.
-_WIDTH, _HEIGHT, _CAPTION_LINE = 912, 400, 19
+_WIDTH, _HEIGHT, _CAPTION_LINE = 912, 400, 19  # CSS pixels, as all lengths
 _ROW_HEIGHT = 200  # height of a panel without labels, where there are several rows
 _LEFT, _RIGHT, _BAR_RIGHT = 86, 24, 84  # space for labels of the y axis and of colour bars
 _GAP = 22  # space between panels that share their labels
@@ -75,10 +74,6 @@ def draw(picture: Picture) -> Figure:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    require_matplotlib()
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     lines = textwrap.wrap(picture.caption, _CAPTION_COLUMNS)
     columns = picture.columns or len(picture.panels)
     rows = math.ceil(len(picture.panels) / columns)
@@ -86,18 +81,18 @@ def draw(picture: Picture) -> Figure:
     below = _CAPTION_LINE * len(lines) + 24 + _BELOW - _NO_LABELS + _room_below(picture.panels)
     frame = _Frame(below + rows * row_height + 12, row_height, below)
     shared = _shared_limits(picture.panels)
-    with rc_context(STYLE):
-        figure = Figure(figsize=(_WIDTH / 72, frame.height / 72))
+    with canvas(_WIDTH, frame.height) as page:
         image = None
         for number, panel in enumerate(picture.panels):
             cell = _cell(picture.panels, number, columns, frame, shared=shared is not None)
-            drawn = _draw_panel(figure, cell, panel, bar=shared is None)
+            drawn = _draw_panel(page.figure, cell, panel, bar=shared is None)
             image = drawn if drawn is not None else image
         if shared is not None:
-            _draw_shared_bar(figure, image, frame, shared.unit)
+            _draw_shared_bar(page.figure, image, frame, shared.unit)
         place: dict[str, Any] = {"va": "bottom", "ha": "left", "color": PAPER["ink"]}
-        figure.text(24 / _WIDTH, 14 / frame.height, "\n".join(lines), **place)
-    return figure
+        corner = page.share(24, frame.height - 14)
+        page.figure.text(*corner, "\n".join(lines), **place)
+    return page.figure
 
 
 def _shared_limits(panels: Sequence[Panel]) -> HeatMap | None:
@@ -144,7 +139,7 @@ def _draw_panel(figure: Figure, cell: _Cell, panel: Panel, *, bar: bool) -> Any:
         _draw_path(figure.add_axes(cell.box, projection="3d"), panel)
         return None
     axes = figure.add_axes(cell.box)
-    axes.set_title(panel.title, loc="left", fontsize=STYLE["font.size"], color=PAPER["ink"])
+    axes.set_title(panel.title, loc="left", fontsize=FONT, color=PAPER["ink"])
     if isinstance(panel, HeatMap):
         return _draw_heat_map(figure, axes, cell, panel, bar=bar)
     if isinstance(panel, Curves):
@@ -247,7 +242,7 @@ def _draw_dials(axes: Axes, panel: Dials) -> None:
 
 def _draw_path(axes: Any, panel: Path) -> None:
     points = panel.points.numpy()
-    axes.set_title(panel.title, loc="left", fontsize=STYLE["font.size"], color=PAPER["ink"])
+    axes.set_title(panel.title, loc="left", fontsize=FONT, color=PAPER["ink"])
     axes.plot(*points.T, color=PAPER["m0"], linewidth=1.2, marker="o", markersize=4)
     axes.set_box_aspect((1, 1, 1), zoom=1.1)
     axes.set_facecolor("none")

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.searching.candidates import Candidate, SearchSpace
-from rope_patch.utils import atomic_files
-from rope_patch.utils.figures import PALETTE, PAPER, STYLE, require_matplotlib, require_plot_path
+from rope_patch.utils.figures import (
+    PAPER,
+    Canvas,
+    canvas,
+    legend_label,
+    require_plot_path,
+    write_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,18 +56,7 @@ def draw_search(
         ValueError: Another kind of file, or matplotlib is not installed.
     """
     require_plot_path(path)
-    from io import BytesIO
-
-    from matplotlib import rc_context
-
-    kind = Path(path).suffix.lower()[1:]
-    figure = make_figure(space, history, candidate=candidate, title=title)
-    metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
-    buffer, paper = BytesIO(), PAPER["paper"]
-    with rc_context(STYLE):
-        figure.savefig(buffer, format=kind, dpi=144, facecolor=paper, metadata=metadata)
-    content = buffer.getvalue()
-    atomic_files.atomic_write(Path(path), _add_dark_colours(content) if kind == "svg" else content)
+    write_figure(make_figure(space, history, candidate=candidate, title=title), path)
 
 
 def make_figure(
@@ -77,23 +71,17 @@ def make_figure(
     Raises:
         ValueError: matplotlib is not installed.
     """
-    require_matplotlib()
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     best = candidate or best_of(history)
-    with rc_context(STYLE):
-        total = _UPPER_HEIGHT + (_LOWER_HEIGHT if history else 0)
-        figure = Figure(figsize=(_WIDTH / 72, total / 72))
-        upper = _add_panel(figure, total, 0, _UPPER_HEIGHT)
+    with canvas(_WIDTH, _UPPER_HEIGHT + (_LOWER_HEIGHT if history else 0)) as page:
+        upper = _add_panel(page, 0, _UPPER_HEIGHT)
         _draw_stretches(upper, space, best)
         target = f"{space.length:,} tokens (×{space.factor:g})"
         upper.set_title(
             f"{title}, at {target}" if title else target, loc="left", fontsize="medium", pad=10
         )
         if history:
-            _draw_history(_add_panel(figure, total, _UPPER_HEIGHT, _LOWER_HEIGHT), history)
-    return figure
+            _draw_history(_add_panel(page, _UPPER_HEIGHT, _LOWER_HEIGHT), history)
+    return page.figure
 
 
 def best_of(history: Sequence[Mapping[str, Any]]) -> Candidate | None:
@@ -107,10 +95,9 @@ def best_of(history: Sequence[Mapping[str, Any]]) -> Candidate | None:
     return Candidate(best["origin"], best["method"], dict(best["options"]))
 
 
-def _add_panel(figure: Figure, total: float, top: float, height: float) -> Axes:
-    bottom, high = total - top - height + _SPACE_BELOW, height - _SPACE_BELOW - _SPACE_ABOVE
-    box = (84 / _WIDTH, bottom / total, (_WIDTH - 108) / _WIDTH, high / total)
-    axes = figure.add_axes(box)
+def _add_panel(page: Canvas, top: float, height: float) -> Axes:
+    high = height - _SPACE_BELOW - _SPACE_ABOVE
+    axes = page.add_axes(84, top + _SPACE_ABOVE, _WIDTH - 108, high)
     axes.set_facecolor(PAPER["paper"])
     return axes
 
@@ -123,7 +110,7 @@ def _draw_stretches(axes: Axes, space: SearchSpace, best: Candidate | None) -> N
             continue  # a larger base leaves the first pair as it is
         stretch = _plotted_stretch(Candidate(name, method), space)
         style: Any = {"color": PAPER[colour], "ls": dash, "lw": 1.4, "markersize": 4, "zorder": 3}
-        axes.plot(pairs, stretch, marker=marker, label=f" {name}", **style)
+        axes.plot(pairs, stretch, marker=marker, label=legend_label(name), **style)
         highest = max(highest, *stretch)
     if best is not None:
         stretch = _plotted_stretch(best, space)
@@ -136,7 +123,7 @@ def _draw_stretches(axes: Axes, space: SearchSpace, best: Candidate | None) -> N
             lw=4,
             markersize=7,
             zorder=2.5,  # thick and behind, so that coinciding curves stay visible
-            label=f" found ({best.origin}), attention factor {factor:.4g}",
+            label=legend_label(f"found ({best.origin}), attention factor {factor:.4g}"),
         )
         highest, lowest = max(highest, *stretch), min(lowest, *stretch)
     axes.set_yscale("log", base=2)
@@ -203,7 +190,7 @@ def _draw_history(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
         if entries:
             x, y = [p[0] for p in entries], [p[1] for p in entries]
             style: Any = {"color": PAPER[colour], "markersize": 4.5, "ls": "none", "zorder": 3}
-            axes.plot(x, y, marker, label=f" {label}", **style)
+            axes.plot(x, y, marker, label=legend_label(label), **style)
     if beyond_top := [x for x, y, _ in points if not y <= top]:
         edge = [top - 0.04 * (top - bottom)] * len(beyond_top)
         style = {"color": PAPER["m3"], "markersize": 6, "ls": "none", "zorder": 3}
@@ -249,15 +236,3 @@ def _fitness_limits(values: list[float], best: list[float]) -> tuple[float, floa
     if high == low:
         return low - 0.05 * max(low, 1.0), low + 0.05 * max(low, 1.0)
     return low - 0.08 * (high - low), high + 0.12 * (high - low)
-
-
-def _add_dark_colours(svg: bytes) -> bytes:
-    """Return an SVG with colours for dark screens, which readers other than browsers ignore."""
-    rules = "".join(
-        f'[style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
-        for light, dark in PALETTE.values()
-        for kind in ("fill", "stroke")
-    )
-    style = f"<style>@media (prefers-color-scheme:dark){{{rules}}}</style>"
-    head, start, rest = svg.decode().partition("<defs>")
-    return f"{head}{style}{start}{rest}".encode()

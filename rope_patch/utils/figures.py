@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.utils import atomic_files
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -36,7 +40,8 @@ PALETTE = {
 }
 PAPER = {name: colours[0] for name, colours in PALETTE.items()}
 
-FONT = 12.5  # points; at 72 dots per inch one point is one CSS pixel
+_DOTS_PER_INCH = 72  # so that one point of matplotlib is one CSS pixel
+FONT = 12.5  # points
 
 STYLE: Any = {
     "font.size": FONT,
@@ -88,6 +93,55 @@ def require_matplotlib() -> None:
         raise ValueError(
             f"{error.name} is not installed, which pictures need: pip install 'rope-patch[eval]'"
         ) from error
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """A figure that is laid out in CSS pixels, from its upper left corner.
+
+    Attributes:
+        figure: The figure.
+        width: Its width in pixels.
+        height: Its height in pixels.
+    """
+
+    figure: Figure
+    width: float
+    height: float
+
+    def add_axes(self, left: float, top: float, width: float, height: float) -> Axes:
+        """Add axes whose frame has this corner and size, in pixels."""
+        x, y = self.share(left, top + height)
+        return self.figure.add_axes((x, y, width / self.width, height / self.height))
+
+    def share(self, x: float, y: float) -> tuple[float, float]:
+        """Return a place in pixels as matplotlib has it: in shares, from the lower left corner."""
+        return x / self.width, 1 - y / self.height
+
+
+@contextmanager
+def canvas(width: float, height: float) -> Iterator[Canvas]:
+    """Give a new figure, and the style of all figures while it is drawn.
+
+    Args:
+        width: In CSS pixels.
+        height: The same.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        size = (width / _DOTS_PER_INCH, height / _DOTS_PER_INCH)
+        yield Canvas(Figure(figsize=size), width, height)
+
+
+def legend_label(text: str) -> str:
+    """Return a label with a space in front: matplotlib drops those that start with a _."""
+    return f" {text}"
 
 
 _IMAGE = re.compile(r"data:image/png;base64,([^\"']+)")

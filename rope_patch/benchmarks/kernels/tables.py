@@ -16,7 +16,7 @@ from rope_patch.benchmarks.kernels.problems import SHAPES, VIEWS
 from rope_patch.benchmarks.kernels.timing import BACKWARD, BOTH, FORWARD, GRAPH, WALL
 from rope_patch.evaluation.report.figures import Picture, render_picture
 from rope_patch.evaluation.report.table import NOTHING, Cell, Row, Table
-from rope_patch.utils.figures import PALETTE
+from rope_patch.utils.figures import PALETTE, canvas, legend_label
 
 REFERENCE_LENGTH = 8192  # tokens; for the memory tables and the verdict
 
@@ -328,24 +328,21 @@ def draw(results: dict[str, Any]) -> Picture | None:
         rows = math.ceil(len(panels) / columns)
         legend = _LINE * math.ceil(len(contenders) / (3 if columns > 1 else 1)) + 12
         high = rows * (_ABOVE + _HIGH + _BELOW) + legend
-        figure = Figure(figsize=(width / 72, high / 72))
-        for i, (title, points, cached) in enumerate(panels):
-            row, column = divmod(i, columns)
-            left, wide = 66 + column * width / columns, width / columns - 86
-            top = row * (_ABOVE + _HIGH + _BELOW) + _ABOVE
-            box = (left / width, 1 - (top + _HIGH) / high, wide / width, _HIGH / high)
-            _plot_lines(figure.add_axes(box), title, points, cached)
-        # The leading space keeps labels that start with a _, which matplotlib would drop.
-        labels = [" " + results["titles"][name] for name in contenders]
-        figure.legend(
-            [_legend_handle(figure, name) for name in contenders],
-            labels,
-            loc="lower left",
-            bbox_to_anchor=(40 / width, 0),
-            borderpad=0,
-            ncols=3 if columns > 1 else 1,
-        )
-        return figure
+        with canvas(width, high) as page:
+            for i, (title, points, cached) in enumerate(panels):
+                row, column = divmod(i, columns)
+                left, top = 66 + column * width / columns, row * (_ABOVE + _HIGH + _BELOW) + _ABOVE
+                axes = page.add_axes(left, top, width / columns - 86, _HIGH)
+                _plot_lines(axes, title, points, cached)
+            page.figure.legend(
+                [_legend_handle(page.figure, name) for name in contenders],
+                [legend_label(results["titles"][name]) for name in contenders],
+                loc="lower left",
+                bbox_to_anchor=page.share(40, high),
+                borderpad=0,
+                ncols=3 if columns > 1 else 1,
+            )
+        return page.figure
 
     alt = "Per cent of a copy's bandwidth by length, a line for each contender"
     return render_picture("speed", alt, paint)

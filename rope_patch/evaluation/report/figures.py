@@ -35,7 +35,7 @@ from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.table import CONTROL, Table, filter_mark, one_line
 from rope_patch.evaluation.report.tables import controls, heat_maps, uniform_tasks
 from rope_patch.evaluation.report.verdict import BEST, MAX_ROWS, PLAIN, REST, Ranking
-from rope_patch.utils.figures import FONT, PALETTE, PAPER, STYLE
+from rope_patch.utils.figures import FONT, PALETTE, PAPER, STYLE, canvas, legend_label
 
 # Heat maps from nothing found to everything found, on any background.
 HEAT = ("#e9925c", "#f1ece4", "#1f66a8")
@@ -342,27 +342,29 @@ def draw_panels(name: str, question: str, alt: str, panels: list[Panel]) -> Pict
         title = textwrap.wrap(question, 90 if wide else 38)
         above = 22 * len(title) + 8
         row = 34 + high + below
-        total = above + row * len(panels)
-        figure = Figure(figsize=(width / 72, total / 72))
-        place: Any = {"ha": "left", "va": "top", "weight": "bold", "linespacing": 1.35}
-        figure.text(4 / width, 1 - 2 / total, "\n".join(title), color=PAPER["ink"], **place)
-        for i, panel in enumerate(panels):
-            bottom = total - above - row * (i + 1) + below
-            box = (66 / width, bottom / total, (width - 66 - right) / width, high / total)
-            axes = figure.add_axes(box)
-            roof = _scale_y(axes, panel)
-            _scale_x(axes, panel, 8 if wide else 4)
-            handles = _draw_lines(axes, panel, roof)
-            if direct:
-                _label_line_ends(axes, panel, roof, high)
-            else:
-                shown = [(handles[line.label], text) for text, _, line in _labels(panel)]
-                # With a space in front, because matplotlib leaves out labels that start with a _.
-                texts = [" " + _abbreviate(text, 100 if wide else 38) for _, text in shown]
-                corner = (52 / width, (bottom - 52) / total)
-                look: Any = {"loc": "upper left", "borderpad": 0, "ncols": columns}
-                figure.legend([h for h, _ in shown], texts, bbox_to_anchor=corner, **look)
-        return figure
+        with canvas(width, above + row * len(panels)) as page:
+            place: Any = {"ha": "left", "va": "top", "weight": "bold", "linespacing": 1.35}
+            page.figure.text(*page.share(4, 2), "\n".join(title), color=PAPER["ink"], **place)
+            for i, panel in enumerate(panels):
+                top = above + row * i + 34
+                axes = page.add_axes(66, top, width - 66 - right, high)
+                roof = _scale_y(axes, panel)
+                _scale_x(axes, panel, 8 if wide else 4)
+                handles = _draw_lines(axes, panel, roof)
+                if direct:
+                    _label_line_ends(axes, panel, roof, high)
+                else:
+                    shown = [(handles[line.label], text) for text, _, line in _labels(panel)]
+                    most = 100 if wide else 38
+                    page.figure.legend(
+                        [handle for handle, _ in shown],
+                        [legend_label(_abbreviate(text, most)) for _, text in shown],
+                        bbox_to_anchor=page.share(52, top + high + 52),
+                        loc="upper left",
+                        borderpad=0,
+                        ncols=columns,
+                    )
+        return page.figure
 
     return render_picture(name, alt, paint)
 

@@ -32,8 +32,8 @@ from rope_patch.training.settings import Settings
 from rope_patch.utils import atomic_files
 from rope_patch.utils.figures import (
     PAPER,
-    STYLE,
-    require_matplotlib,
+    canvas,
+    legend_label,
     require_plot_path,
     write_figure,
 )
@@ -459,10 +459,7 @@ def make_length_figure(lengths: Mapping[str, Sequence[int]], marks: Mapping[str,
         lengths: Each source's documents' lengths in tokens. Documents without tokens are left out.
         marks: Lengths in tokens to mark, by name.
     """
-    require_matplotlib()
     import numpy
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
     shown = {name: numpy.array([n for n in each if n > 0]) for name, each in _grouped(lengths)}
     every = numpy.concatenate([*shown.values(), numpy.array(list(marks.values()))])
@@ -476,10 +473,9 @@ def make_length_figure(lengths: Mapping[str, Sequence[int]], marks: Mapping[str,
         name: numpy.histogram(each, edges, weights=each / total * 100)[0]
         for name, each in shown.items()
     }
-    with rc_context(STYLE):
-        figure = Figure(figsize=(_WIDTH / 72, _HEIGHT / 72))
-        upper, lower = figure.subplots(2, 1, sharex=True)
-        figure.subplots_adjust(left=0.1, right=0.95, top=0.84, bottom=0.1, hspace=0.14)
+    with canvas(_WIDTH, _HEIGHT) as page:
+        upper, lower = page.figure.subplots(2, 1, sharex=True)
+        page.figure.subplots_adjust(left=0.1, right=0.95, top=0.84, bottom=0.1, hspace=0.14)
         _draw_bars(upper, edges, documents, "documents")
         _draw_bars(lower, edges, tokens, "of all tokens (%)")
         for axes in (upper, lower):
@@ -493,7 +489,7 @@ def make_length_figure(lengths: Mapping[str, Sequence[int]], marks: Mapping[str,
         lower.minorticks_off()
         lower.set_xlabel("length of a document (tokens)")
         upper.legend(loc="lower left", bbox_to_anchor=(0, 1.17), ncols=4, borderaxespad=0)
-    return figure
+    return page.figure
 
 
 def _grouped(lengths: Mapping[str, Sequence[int]]) -> list[tuple[str, Sequence[int]]]:
@@ -508,10 +504,9 @@ def _grouped(lengths: Mapping[str, Sequence[int]]) -> list[tuple[str, Sequence[i
 def _draw_bars(axes: Axes, edges: Any, counts: Mapping[str, Any], label: str) -> None:
     below = 0 * edges[:-1]
     for (name, heights), key in zip(counts.items(), (*_COLOURS, "rest"), strict=False):
-        # The leading space keeps labels that start with a _, which matplotlib would drop.
         style: Any = {
             "color": PAPER[key],
-            "label": f" {_shortened(name)}",
+            "label": legend_label(_shortened(name)),
             "align": "edge",
             "zorder": 3,
         }
