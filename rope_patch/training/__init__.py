@@ -14,6 +14,7 @@ front(
         "data.packing": "best_fit_decreasing collate PackedRows summarize",
         "data.readers": "find_source fingerprint",
         "data.row_positions": "skipped_positions",
+        "finished_model": "write_finished_model",
         "identity": "CHANGEABLE_KEYS",
         "inspection.report": (
             "format_bins length_bins make_length_figure packing_yield write_length_plot"
