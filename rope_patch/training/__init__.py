@@ -11,9 +11,8 @@ front(
         "data.aggregation": "TaskWeaver",
         "data.arguments": "check_data_arguments DataArguments require_no_document_masks",
         "data.documents": "compression_ratio tokenize_document TokenizedDocument",
-        "data.packing": "best_fit_decreasing collate PackedRows summarize",
+        "data.packing": "best_fit_decreasing collate PackedRows skipped_positions summarize",
         "data.readers": "find_source fingerprint",
-        "data.row_positions": "skipped_positions",
         "finished_model": "write_finished_model",
         "identity": "CHANGEABLE_KEYS",
         "inspection.report": (

@@ -32,7 +32,6 @@ from rope_patch.training.data.documents import (
     tokenize_document,
 )
 from rope_patch.training.data.readers import Cursor, DocumentRef, Reader, find_source
-from rope_patch.training.data.row_positions import skipped_positions
 
 _YIELD_KEYS = ("tokens", "padding", "documents", "cut")
 _READ_KEYS = ("documents", "repetitive", "noisy", "questions")
@@ -317,6 +316,28 @@ def collate(rows: list[dict[str, Any]], *, has_gaps: bool = False) -> dict[str, 
     if has_gaps:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     return batch | {"rows": [row["row"] for row in rows]}
+
+
+def skipped_positions(row_length: int, target_length: int, random: Random) -> torch.Tensor:
+    """Return positions that jump once, so that short rows have the distances of long ones.
+
+    The positions of a row's second part are moved by a uniform number of tokens. The first part is
+    at most half of the row. The text stays in one piece; PoSE's code also leaves out text there.
+
+    Args:
+        row_length: Tokens of the row.
+        target_length: The positions stay below this, at least `row_length`.
+        random: Source of both numbers.
+
+    Returns:
+        Rising positions, `[row_length]` int64.
+
+    Source: PoSE, arXiv:2309.10400, with two parts, distributed as in its published code.
+    """
+    first_part = random.randint(1, (row_length + 1) // 2)
+    positions = torch.arange(row_length)
+    positions[first_part:] += random.randint(0, target_length - row_length)
+    return positions
 
 
 _POSITION_KEYS = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")
