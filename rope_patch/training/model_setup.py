@@ -31,7 +31,8 @@ from rope_patch.rope_config import read_geometries
 from rope_patch.training.data.arguments import WITHOUT_MASKS
 from rope_patch.training.objective import chunked_loss
 from rope_patch.training.objective.arguments import require_known_length
-from rope_patch.training.objective.chunked_loss import Objective, ZLoss
+from rope_patch.training.objective.chunk_sums import ZLoss
+from rope_patch.training.objective.chunked_loss import Objective
 from rope_patch.training.objective.distillation import (
     Distillation,
     Teacher,
