@@ -11,7 +11,9 @@ front(
         "data.aggregation": "TaskWeaver",
         "data.arguments": "check_data_arguments DataArguments require_no_document_masks",
         "data.documents": "compression_ratio tokenize_document TokenizedDocument",
-        "data.packing": "best_fit_decreasing collate PackedRows skipped_positions summarize",
+        "data.packing": (
+            "best_fit_decreasing collate PackedRows RowShare skipped_positions summarize"
+        ),
         "data.readers": "find_source fingerprint",
         "finished_model": "write_finished_model",
         "identity": "CHANGEABLE_KEYS",

@@ -22,7 +22,7 @@ from rope_patch.methods.position_map import PositionMap
 from rope_patch.runs.run_folder import RunFolder
 from rope_patch.training import checkpoints, identity
 from rope_patch.training.data.arguments import require_no_document_masks
-from rope_patch.training.data.packing import PackedRows, collate, summarize
+from rope_patch.training.data.packing import PackedRows, RowShare, collate, summarize
 from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.monitor import DivergenceGuard, TrainingProgress, drop_scores
 from rope_patch.training.objective.distillation import mark_distilled
@@ -82,9 +82,7 @@ class TrainingRun:
             target_length=prepared.target_length,
             follows_length=prepared.follows_length,
             seed=settings.row_seed,
-            batch=batch,
-            rank=sharing.reader_index,
-            world=sharing.reader_count,
+            share=RowShare(batch, sharing.reader_index, sharing.reader_count),
         )
         limit = settings.extension.max_loss_rise
         self.guard = DivergenceGuard(limit, self.folder, on_stop=lambda: self.progress.close())
