@@ -12,8 +12,7 @@ from rope_patch.utils.installation import warn_renamed
 if TYPE_CHECKING:
     from rope_patch.diagnosing import Diagnosis, diagnose
     from rope_patch.encodings.active import current
-    from rope_patch.encodings.replacement.encoding import list_encodings
-    from rope_patch.encodings.replacement.entry_point import EncodedModel, encode
+    from rope_patch.encodings.replacement.entry_point import EncodedModel, encode, list_encodings
     from rope_patch.encodings.sites.handle import EncodingPatch
     from rope_patch.entry_points import patch, unpatch
     from rope_patch.evaluation.entry_points import Evaluation, compare, evaluate
@@ -112,8 +111,7 @@ front(
     {
         "diagnosing": "diagnose Diagnosis",
         "encodings.active": "current",
-        "encodings.replacement.encoding": "list_encodings",
-        "encodings.replacement.entry_point": "encode EncodedModel",
+        "encodings.replacement.entry_point": "encode EncodedModel list_encodings",
         "encodings.sites.handle": "EncodingPatch",
         "entry_points": "patch unpatch",
         "evaluation.entry_points": "compare evaluate Evaluation",

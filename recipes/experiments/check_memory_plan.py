@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from rope_patch.training.memory.model import MemoryNeed, TrainingSetup, memory_need
 from rope_patch.training.model_setup import add_lora
 from rope_patch.training.objective import chunked_loss
-from rope_patch.training.objective.chunked_loss import Objective, ZLoss
+from rope_patch.training.objective.chunk_sums import ZLoss
+from rope_patch.training.objective.chunked_loss import Objective
 from rope_patch.training.objective.distillation import (
     DISTILLED,
     Distillation,

@@ -30,6 +30,7 @@ from transformers.utils import logging
 from rope_patch.cli import run as run_command
 from rope_patch.training import checkpoints
 from rope_patch.training.curriculum import run_stages
+from rope_patch.training.finished_model import write_finished_model
 from rope_patch.training.memory import plan
 from rope_patch.training.model_setup import prepare_model
 from rope_patch.training.monitor import needles_of
@@ -103,7 +104,7 @@ def loop(settings: Settings) -> Path | None:
             accelerator.init_trackers(training.project, config=_tracker_config(settings.resolved()))
         with contextlib.closing(run.progress):
             train(run, model, optimizer, scheduler)
-        model_folder = run.finish(model)
+        model_folder = write_finished_model(run, model)
         if settings.stage is None:
             accelerator.end_training()
         else:  # the next stage needs the processes

@@ -14,8 +14,8 @@ front(
             "alibi_bias alibi_slopes fire_progress kerple_log kerple_power "
             "linear_slopes ntk_slopes sandwich squeeze_tail t5_bucket xpos_factors"
         ),
-        "replacement.encoding": "list_encodings Span",
-        "replacement.entry_point": "encode",
+        "replacement.encoding": "Span",
+        "replacement.entry_point": "encode list_encodings",
         "replacement.hooks": "AttentionHook biased_mask SharedTensors Slots",
         "sites.buckets": "BucketsSite",
         "sites.slopes": "SlopesSite",

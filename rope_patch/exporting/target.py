@@ -123,17 +123,13 @@ class Target:
             plan: The plan from `rope_patch.entry_points.check`.
             config: The checkpoint's whole config.
         """
-        return cls._from_method(
-            plan.method,
+        return cls._from_extended(
+            plan,
             config=config,
             parameters=plan.rope_parameters(),
             frequencies=plan.frequencies(),
             rotaries=plan.rotaries,
-            geometries=plan.geometries,
             text_config=plan.config,
-            length=plan.length or plan.trained_length,
-            trained_length=plan.trained_length,
-            is_mla=bool(plan.mla_attentions),
             extension=plan.resolved_extension,
         )
 
@@ -141,39 +137,33 @@ class Target:
     def _from_patched(cls, model: nn.Module, handle: Patch) -> Target:
         rotaries = find_rotaries(model)
         patched: Any = rotaries[0].module.config
-        method = handle.method
-        return cls._from_method(
-            method,
+        return cls._from_extended(
+            handle,
             config=_whole_config(model, patched, handle.original_config),
             parameters=patched.rope_parameters,
             frequencies=handle.frequencies,
             rotaries=[
                 RotaryTraits.of(model, rotary, handle.original_config) for rotary in rotaries
             ],
-            geometries=handle.geometries,
             text_config=handle.original_config,
-            length=handle.length or handle.trained_length,
-            trained_length=handle.trained_length,
-            is_mla=isinstance(method, SoftmaxScaled),
             extension=handle.extension,
         )
 
     @classmethod
-    def _from_method(
+    def _from_extended(
         cls,
-        method: Method,
+        extended: PatchPlan | Patch,
         *,
         config: Any,
         parameters: dict[str, Any],
         frequencies: dict[str | None, Frequencies],
         rotaries: list[RotaryTraits],
-        geometries: Mapping[str | None, Geometry],
         text_config: Any,
-        length: int,
-        trained_length: int,
-        is_mla: bool,
         extension: Extension,
     ) -> Target:
+        """Return the target of a rotation by a method, planned or in effect."""
+        method, trained_length = extended.method, extended.trained_length
+        length = extended.length or trained_length
         checkpoint_frequencies = _unpatched_frequencies(rotaries)
         checkpoint_parameters = by_layer_type(text_config.rope_parameters)
         rotations = {
@@ -219,12 +209,12 @@ class Target:
             length=length,
             has_config_form=has_config_form,
             is_length_dependent=is_length_dependent,
-            is_mla=is_mla,
+            is_mla=isinstance(method, SoftmaxScaled),
             traits=rotaries[0],
             start_token_count=method.start_token_count,
             position_map=position_map,
             method=method,
-            geometries=geometries,
+            geometries=extended.geometries,
             extension=extension,
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rope_patch.encodings.replacement.encoding import list_encodings
+from rope_patch.encodings.replacement.entry_point import list_encodings
 from rope_patch.utils.errors import Refused, did_you_mean
 
 TEXT, RECALL = "text", "recall"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
+from rope_patch.methods.position_map import PositionMap
 from rope_patch.original_config import FIELD, trained_config_length, trained_record
 from rope_patch.patching.architecture.frequency_buffers import set_frequencies, warn_about_cast
 from rope_patch.patching.architecture.mla_scale import base_softmax_scale
@@ -32,7 +34,8 @@ from rope_patch.patching.length_warning import (
     make_length_warning,
     read_dropped_texts_again,
 )
-from rope_patch.patching.plan import PatchPlan, saved_frequencies, summarize
+from rope_patch.patching.method_wrappers import describe_start, method_origin, unwrap
+from rope_patch.patching.plan import PatchPlan, saved_frequencies
 from rope_patch.patching.position_maps.mapped_attention import install_position_map
 from rope_patch.patching.position_maps.position_hooks import PositionHooks
 from rope_patch.patching.positions import PositionRule, install_position_rule
@@ -240,7 +243,49 @@ class Patch:
 
     def summary(self) -> str:
         """Return a few lines that describe what is in effect."""
-        return summarize(self, self._unchanged_layer_types, self._kernel_summary)
+        method = self.method
+        lines = [f"{self}" + ("" if self.active else " (undone)")]
+        shown, where = self.frequencies, ""
+        if method.is_dynamic and self.is_length_dependent:
+            length = self.length or 2 * self.trained_length
+            shown, where = self.frequencies_at(length), f" at {length:,} tokens"
+        for layer_type, geometry in self.geometries.items():
+            changed = shown[layer_type]
+            stretch = geometry.inv_freq() / changed.inv_freq
+            stretch = stretch.nan_to_num(nan=1.0, posinf=torch.inf)  # pairs that never rotated
+            pairs = int(((stretch - 1).abs() > 1e-6).sum())
+            slowest = "no longer rotates" if stretch.isinf().any() else f"×{stretch.max():.4g}"
+            lines.append(
+                f"  {layer_type or 'all layers'}: theta {geometry.theta:g}, {pairs} of "
+                f"{len(stretch)} pairs changed{where} (slowest: {slowest}), "
+                f"attention factor {changed.attention_factor:.6g}"
+            )
+        lines += [f"  {layer_type}: unchanged" for layer_type in self._unchanged_layer_types]
+        if tokens := method.start_token_count:
+            lines.append(
+                f"  positions below {tokens:,} keep the rotation from before, in all of these"
+            )
+        lines += describe_start(self.original_config, self.geometries)
+        if self.softmax_mscale != 1:
+            lines.append(
+                f"  softmax scale ×{self.softmax_mscale**2:.6g}: heads that rotate only in part "
+                "have the attention factor there"
+            )
+        if origin := method_origin(method):
+            lines.append(f"  a method from outside: {origin}")
+        inner = unwrap(method)
+        if isinstance(inner, PositionMap):
+            lines.append(f"  {inner.describe(self.trained_length)}")
+        if (temperature := method.query_temperature) is not None:
+            formula = temperature.describe(self.trained_length)
+            lines.append(f"  attention logits ×{formula}, by each query's position")
+        options = {k: v for k, v in method.options().items() if k != "factor"}
+        options = {k: v for k, v in options.items() if v is not None and v != ""}
+        if options:
+            shown_options = ", ".join(f"{k}={_abbreviate(v)}" for k, v in options.items())
+            lines.append(f"  options: {shown_options}")
+        lines.append(f"  {self._kernel_summary}")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         length = "any length" if self.length is None else f"{self.length:,} tokens"
@@ -401,3 +446,9 @@ def current(model: nn.Module) -> Patch | None:
         if handle := vars(module).get("_rope_patch"):
             return handle
     return None
+
+
+def _abbreviate(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"[{', '.join(value)}]"
+    return f"[{len(value)} numbers]" if isinstance(value, tuple | list) else str(value)

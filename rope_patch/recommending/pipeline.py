@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample, needles_refusal, read_samples
 from rope_patch.patching import current
+from rope_patch.recommending import sample_sets
+from rope_patch.recommending.budget import TimeBudget
+from rope_patch.recommending.sample_sets import BLOCK_SIZE, SampleBlocks
 from rope_patch.searching.fitness import make_space
 from rope_patch.searching.journal import SearchJournal
-from rope_patch.searching.model import (
-    dependency_versions,
-    eval_mode,
-    open_model,
-    plain_config,
-    run_identity,
-)
-from rope_patch.searching.search_result import SearchResult
+from rope_patch.searching.model import dependency_versions, eval_mode, open_model, run_identity
 from rope_patch.utils import atomic_files
 from rope_patch.utils.processes import Processes
 
 if TYPE_CHECKING:
     from rope_patch.recommending.result import Recommendation
-    from rope_patch.recommending.sample_sets import SampleBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -104,20 +99,11 @@ def recommend(
             file could not be written, with how to go on.
     """
     # These import packages that a plain installation lacks, such as those for statistics.
-    from rope_patch.recommending import variants
     from rope_patch.recommending.bench import BlockScorer, earlier_usage
-    from rope_patch.recommending.budget import TimeBudget
-    from rope_patch.recommending.decision_rule import held_out_table
-    from rope_patch.recommending.result import (
-        SEARCH_FOLDER,
-        Recommendation,
-        to_rows,
-        verdict_sentence,
-    )
-    from rope_patch.recommending.sample_sets import BLOCK_SIZE
+    from rope_patch.recommending.result import RunFacts, make_recommendation
     from rope_patch.recommending.successive_halving import SuccessiveHalving
 
-    _validate_request(budget, most, BLOCK_SIZE)
+    _validate_request(budget, most)
     if folder is not None:
         atomic_files.require_writable_folder(folder, "the recommendation")
     processes = Processes()
@@ -131,21 +117,12 @@ def recommend(
         layer_types=layer_types,
         start=start,
     )
-    if (active_patch := current(source.skeleton)) is not None:
-        raise ValueError(
-            f"the model is patched already ({active_patch}): methods are measured on the model as "
-            "it was, so call rope_patch.unpatch(model) first"
-        )
+    _require_unpatched(source.skeleton)
     space = make_space(source.skeleton, extension)
     trained = space.geometry.trained_length
-    short = trained // 2 if short_length is None else short_length
-    if samples is None and short_length is None and source.tokenizer is not None:
-        short = _short_length_for_needles(source.tokenizer, short, trained)
-    if not 1 < short <= trained:
-        raise ValueError(
-            f"short_length must be at most the trained length of {trained:,} tokens, got "
-            f"{short:,}: prices are what methods cost within it"
-        )
+    short = _choose_short_length(
+        short_length, trained, source.tokenizer if samples is None else None
+    )
     sample_blocks = _build_samples(
         samples, text, source.tokenizer, space.length, trained, short, most, seed
     )
@@ -160,6 +137,16 @@ def recommend(
         **sample_blocks.identity,
         "versions": dependency_versions(),
     }
+    facts = RunFacts(
+        model=source.name,
+        weights=identity["weights"],
+        short_length=short if samples is None else None,
+        budget=float(budget),
+        seed=seed,
+        versions=identity["versions"],
+        command=shlex.join(sys.argv) if command is None else command,
+        folder=folder,
+    )
     with eval_mode(live), SearchJournal(folder, identity, processes) as journal:
         journal.lock()
         seconds_spent, earlier = earlier_usage(journal, budget)
@@ -169,77 +156,48 @@ def recommend(
         )
         halving = SuccessiveHalving(live, space, extension, scorer, clock, journal, seed, search)
         halving.not_measured += sample_blocks.not_measured
-        try:
+        with contextlib.closing(clock):
             choice = halving.run()
-        finally:
-            clock.close()
-        rows = to_rows(list(halving.rows.values()), choice)
-        search_folder = None if folder is None else str(Path(folder) / SEARCH_FOLDER)
-        python = shell = ""
-        if choice.name is not None:
-            row = halving.rows[choice.name]
-            python = variants.patch_call(row.variant, extension, search_folder)
-            shell = variants.export_command(row.variant, extension, source.name, row.engines)
-        outcome = halving.search_outcome
-        recommendation = Recommendation(
-            model=source.name,
-            weights=identity["weights"],
-            length=space.length,
-            trained_length=trained,
-            short_length=short if samples is None else None,
-            budget=float(budget),
-            seconds=clock.spent(),
-            method=choice.name,
-            outcome=choice.verdict,
-            verdict=verdict_sentence(choice, rows, space.length, trained),
-            reasons=choice.reasons,
-            python=python,
-            shell=shell,
-            rows=rows,
-            samples=halving.block_count * BLOCK_SIZE,
-            scored=scorer.samples_scored,
-            not_measured=tuple(halving.not_measured),
-            seed=seed,
-            versions=identity["versions"],
-            command=shlex.join(sys.argv) if command is None else command,
-            found=None
-            if outcome is None
-            else SearchResult(
-                model=source.name,
-                weights=identity["weights"],
-                strategy=outcome.strategy,
-                seed=seed,
-                factor=space.factor,
-                geometry=space.geometry,
-                candidate=outcome.candidate,
-                history=outcome.history,
-                held_out=held_out_table(halving.rows),
-                asked=replace(extension, factor=None, length=None).arguments(),
-                evaluations_per_minute=outcome.evaluations_per_minute,
-                versions=identity["versions"],
-                command=shlex.join(sys.argv) if command is None else command,
-                config=plain_config(live),
-            ),
-        )
+        recommendation = make_recommendation(facts, halving, choice)
         if processes.is_main and folder is not None:
             recommendation.save(folder)
         processes.wait()
     return recommendation
 
 
-def _validate_request(budget: float, most: int, fewest: int) -> None:
+def _validate_request(budget: float, most: int) -> None:
     if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise TypeError(f"budget must be a number of minutes, got {budget!r}")
     if not (budget > 0 and math.isfinite(budget)):
         raise ValueError(f"budget must be more than 0 minutes, got {budget!r}")
-    if most < fewest:
-        raise ValueError(f"most must be at least {fewest} samples, the fewest that tell anything")
+    if most < BLOCK_SIZE:
+        raise ValueError(
+            f"most must be at least {BLOCK_SIZE} samples, the fewest that tell anything"
+        )
 
 
-def _short_length_for_needles(tokenizer: Any, short: int, trained: int) -> int:
-    """Return the short length, or the trained one where only that has room for needles."""
-    if needles_refusal(tokenizer, short) and not needles_refusal(tokenizer, trained):
-        return trained
+def _require_unpatched(model: Any) -> None:
+    if (active_patch := current(model)) is not None:
+        raise ValueError(
+            f"the model is patched already ({active_patch}): methods are measured on the model as "
+            "it was, so call rope_patch.unpatch(model) first"
+        )
+
+
+def _choose_short_length(requested: int | None, trained: int, tokenizer: Any) -> int:
+    """Return the tokens of samples within the trained length: half of it, unless requested.
+
+    A tokenizer makes needles, which may have room within the whole trained length alone.
+    """
+    short = trained // 2 if requested is None else requested
+    makes_needles = requested is None and tokenizer is not None
+    if makes_needles and needles_refusal(tokenizer, short):
+        short = short if needles_refusal(tokenizer, trained) else trained
+    if not 1 < short <= trained:
+        raise ValueError(
+            f"short_length must be at most the trained length of {trained:,} tokens, got "
+            f"{short:,}: prices are what methods cost within it"
+        )
     return short
 
 
@@ -253,8 +211,6 @@ def _build_samples(
     most: int,
     seed: int,
 ) -> SampleBlocks:
-    from rope_patch.recommending import sample_sets
-
     texts = [text] if isinstance(text, str) else text
     if tokenizer is None and (samples is None or texts is not None):
         raise ValueError(

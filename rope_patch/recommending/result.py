@@ -6,12 +6,22 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rope_patch.recommending.decision_rule import Choice, Scores, score_difference
-from rope_patch.recommending.variants import PLAIN
+from rope_patch.recommending.decision_rule import (
+    Choice,
+    Scores,
+    VariantScores,
+    held_out_table,
+    score_difference,
+)
+from rope_patch.recommending.sample_sets import BLOCK_SIZE
+from rope_patch.recommending.successive_halving import SuccessiveHalving
+from rope_patch.recommending.variants import PLAIN, export_command, patch_call
+from rope_patch.searching.model import plain_config
+from rope_patch.searching.search_result import SearchResult
 from rope_patch.statistics import Interval
 from rope_patch.utils import atomic_files
 from rope_patch.utils.checksums import json_safe
@@ -24,11 +34,6 @@ from rope_patch.utils.errors import (
     text_html,
 )
 from rope_patch.utils.terminal import align
-
-if TYPE_CHECKING:
-    from rope_patch.recommending.decision_rule import VariantScores
-    from rope_patch.searching.search_result import SearchResult
-
 
 FORMAT = "rope_patch.recommend/1"
 JSON_FILE, MARKDOWN_FILE, SEARCH_FOLDER = "recommendation.json", "recommendation.md", "searched"
@@ -114,6 +119,85 @@ class Recommendation:
 
     def _repr_html_(self) -> str:
         return text_html(str(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What a result says of its run beside the measurements; see `Recommendation`.
+
+    Attributes:
+        folder: The folder that the result is written to, or None.
+    """
+
+    model: str
+    weights: str
+    short_length: int | None
+    budget: float
+    seed: int
+    versions: dict[str, str]
+    command: str
+    folder: str | os.PathLike[str] | None
+
+
+def make_recommendation(
+    facts: RunFacts, halving: SuccessiveHalving, choice: Choice
+) -> Recommendation:
+    """Return the recommendation of a run, from its measurements and the decision on them."""
+    space = halving.space
+    trained = space.geometry.trained_length
+    rows = to_rows(list(halving.rows.values()), choice)
+    python = shell = ""
+    if choice.name is not None:
+        row = halving.rows[choice.name]
+        search_folder = None if facts.folder is None else str(Path(facts.folder) / SEARCH_FOLDER)
+        python = patch_call(row.variant, halving.extension, search_folder)
+        shell = export_command(row.variant, halving.extension, facts.model, row.engines)
+    return Recommendation(
+        model=facts.model,
+        weights=facts.weights,
+        length=space.length,
+        trained_length=trained,
+        short_length=facts.short_length,
+        budget=facts.budget,
+        seconds=halving.clock.spent(),
+        method=choice.name,
+        outcome=choice.verdict,
+        verdict=verdict_sentence(choice, rows, space.length, trained),
+        reasons=choice.reasons,
+        python=python,
+        shell=shell,
+        rows=rows,
+        samples=halving.block_count * BLOCK_SIZE,
+        scored=halving.scorer.samples_scored,
+        not_measured=tuple(halving.not_measured),
+        seed=facts.seed,
+        versions=facts.versions,
+        command=facts.command,
+        found=_search_result(facts, halving),
+    )
+
+
+def _search_result(facts: RunFacts, halving: SuccessiveHalving) -> SearchResult | None:
+    """Return the result of the run's search as `search` gives it; None if there was none."""
+    outcome = halving.search_outcome
+    if outcome is None:
+        return None
+    return SearchResult(
+        model=facts.model,
+        weights=facts.weights,
+        strategy=outcome.strategy,
+        seed=facts.seed,
+        factor=halving.space.factor,
+        geometry=halving.space.geometry,
+        candidate=outcome.candidate,
+        history=outcome.history,
+        held_out=held_out_table(halving.rows),
+        asked=replace(halving.extension, factor=None, length=None).arguments(),
+        evaluations_per_minute=outcome.evaluations_per_minute,
+        versions=facts.versions,
+        command=facts.command,
+        config=plain_config(halving.model),
+    )
 
 
 def to_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any]]:

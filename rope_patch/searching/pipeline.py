@@ -27,6 +27,7 @@ from rope_patch.searching.model import (
 from rope_patch.searching.sample_sets import (
     DEFAULT_COUNT,
     FITNESS_KINDS,
+    SampleRequest,
     SampleSets,
     SampleSource,
     compare_with_control,
@@ -136,9 +137,7 @@ def search(
         start=start,
     )
     space = make_space(source.skeleton, extension)
-    sets = sample_sets.prepare(
-        space,
-        source.tokenizer,
+    request = SampleRequest(
         fitness=fitness,
         count=count,
         text=text,
@@ -147,6 +146,7 @@ def search(
         short=short,
         seed=seed,
     )
+    sets = sample_sets.prepare(space, source.tokenizer, request)
     live = source.load()
 
     def make_fitness(sample_set: Sequence[Sample]) -> Fitness:

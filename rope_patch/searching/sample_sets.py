@@ -52,44 +52,47 @@ class SampleSets:
     controls: dict[str, list[Sample]]
 
 
-def prepare(
-    space: SearchSpace,
-    tokenizer: Any,
-    *,
-    fitness: str | None,
-    count: int,
-    text: str | Sequence[str] | None,
-    samples: SampleSource | None,
-    held_out: SampleSource | int | None,
-    short: SampleSource | None,
-    seed: int,
-) -> SampleSets:
-    """Generate or read all samples; the arguments are those of `search`.
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """The samples that a search asks for: given ones, or how to make them; see `search`."""
+
+    fitness: str | None
+    count: int
+    text: str | Sequence[str] | None
+    samples: SampleSource | None
+    held_out: SampleSource | int | None
+    short: SampleSource | None
+    seed: int
+
+
+def prepare(space: SearchSpace, tokenizer: Any, request: SampleRequest) -> SampleSets:
+    """Generate or read all samples.
 
     Raises:
-        ValueError: Arguments that exclude each other, samples of a wrong length, or samples that
+        ValueError: Parts of the request exclude each other, samples have a wrong length, or samples
             cannot be made with this tokenizer.
     """
-    if samples is not None:
-        if text is not None:
+    held_out = request.held_out
+    if request.samples is not None:
+        if request.text is not None:
             raise ValueError("give samples or a text to make them of, not both")
         if held_out is None or isinstance(held_out, int):
             raise ValueError(
                 "with samples of your own, give held_out as well, others of the same kind: the "
                 "final numbers must not come from what the search has chosen by"
             )
-        sets = _from_user(samples, held_out, short)
+        sets = _from_user(request.samples, held_out, request.short)
     else:
-        held_out = HELD_OUT_RATIO * count if held_out is None else held_out
+        held_out = HELD_OUT_RATIO * request.count if held_out is None else held_out
         if not isinstance(held_out, int):
             raise ValueError("held_out can be samples only where samples are given, too")
-        for name, number in (("count", count), ("held_out", held_out)):
+        for name, number in (("count", request.count), ("held_out", held_out)):
             if number < 1:
                 raise ValueError(f"{name} must be at least 1 sample, got {number}")
         if tokenizer is None:
             raise ValueError("needles and documents are made with the model's tokenizer: give it")
-        fitness = _choose_fitness(space, tokenizer, fitness, text)
-        sets = _generate(space, tokenizer, fitness, count, held_out, text, seed)
+        fitness = _choose_fitness(space, tokenizer, request.fitness, request.text)
+        sets = _generate(space, tokenizer, fitness, request, held_out)
     _require_lengths(space, sets)
     return sets
 
@@ -153,13 +156,12 @@ def _generate(
     space: SearchSpace,
     tokenizer: Any,
     fitness: str,
-    count: int,
+    request: SampleRequest,
     held_out_count: int,
-    text: str | Sequence[str] | None,
-    seed: int,
 ) -> SampleSets:
     """Return samples made with the tokenizer, and sanity samples with their controls."""
-    texts = [text] if isinstance(text, str) else text
+    count, seed = request.count, request.seed
+    texts = [request.text] if isinstance(request.text, str) else request.text
     trained = space.geometry.trained_length
     sanity_count = min(max(count, _SANITY_COUNTS[0]), _SANITY_COUNTS[1])
     sets = SampleSets([], [], {}, {})

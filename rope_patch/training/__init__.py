@@ -11,9 +11,11 @@ front(
         "data.aggregation": "TaskWeaver",
         "data.arguments": "check_data_arguments DataArguments require_no_document_masks",
         "data.documents": "compression_ratio tokenize_document TokenizedDocument",
-        "data.packing": "best_fit_decreasing collate PackedRows summarize",
+        "data.packing": (
+            "best_fit_decreasing collate PackedRows RowShare skipped_positions summarize"
+        ),
         "data.readers": "find_source fingerprint",
-        "data.row_positions": "skipped_positions",
+        "finished_model": "write_finished_model",
         "identity": "CHANGEABLE_KEYS",
         "inspection.report": (
             "format_bins length_bins make_length_figure packing_yield write_length_plot"
@@ -27,7 +29,8 @@ front(
         "model_setup": "liger_kernels_without_conflicts prepare_model",
         "monitor": "DivergenceGuard read_log TrainingProgress TrainingStopped",
         "objective.arguments": "ObjectiveArguments",
-        "objective.chunked_loss": "install_loss Objective Term ZLoss",
+        "objective.chunk_sums": "Term ZLoss",
+        "objective.chunked_loss": "install_loss Objective",
         "objective.distillation": "Distillation divergence Teacher",
         "optimizer": "decayed_names require_undecayed_embeddings same_rates",
         "recipe_files": "find_launch find_recipe",

@@ -8,7 +8,7 @@ import shlex
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import nn
@@ -21,13 +21,10 @@ from rope_patch.training import checkpoints, identity
 from rope_patch.training.model_setup import adapter_weights, is_lora, prepare_model
 from rope_patch.training.monitor import read_log, read_scores
 from rope_patch.training.objective.arguments import ObjectiveArguments
+from rope_patch.training.run import TrainingRun
 from rope_patch.training.settings import Settings
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import escape_markdown
-
-if TYPE_CHECKING:
-    from rope_patch.training.run import TrainingRun
-
 
 logger = logging.getLogger("rope_patch")
 
@@ -48,6 +45,7 @@ def write_finished_model(run: TrainingRun, model: Any) -> Path | None:
         ValueError: The checkpoints to average are too few, damaged, or of different runs.
         OSError: A file could not be written, with how to go on.
     """
+    run.progress.close()
     averages = run.settings.extension.average_checkpoints > 0
     is_sharded = _is_sharded(model)
     # Averages come from the checkpoints' files.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, set_seed
 
-from rope_patch.entry_points import patch
+from rope_patch.entry_points import patch, patch_rotation
+from rope_patch.extension import Extension
 from rope_patch.original_config import original_config
 from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.rotary_modules import find_rotaries, is_mrope
@@ -27,14 +28,11 @@ from rope_patch.pretrained.loading import (
 )
 from rope_patch.pretrained.sidecar import mark_trained
 from rope_patch.rope_config import read_geometries
-from rope_patch.training.data.row_positions import (
-    WITHOUT_MASKS,
-    patch_leaky,
-    require_short_rows,
-)
+from rope_patch.training.data.arguments import WITHOUT_MASKS
 from rope_patch.training.objective import chunked_loss
 from rope_patch.training.objective.arguments import require_known_length
-from rope_patch.training.objective.chunked_loss import Objective, ZLoss
+from rope_patch.training.objective.chunk_sums import ZLoss
+from rope_patch.training.objective.chunked_loss import Objective
 from rope_patch.training.objective.distillation import (
     Distillation,
     Teacher,
@@ -138,9 +136,9 @@ def prepare_model(settings: Settings) -> PreparedModel:
         target = settings.leaky_target(trained_length)
         undo_length = target
     row_length = target if extension.train_length is None else extension.train_length
-    require_short_rows(settings.data.positions, row_length, trained_length, target)
+    _require_short_rows(settings.data.positions, row_length, trained_length, target)
     if settings.data.positions == "leaky":
-        handle = patch_leaky(model, settings.request(), row_length, target)
+        handle = _patch_leaky(model, settings.request(), row_length, target)
     distillation = None
     if settings.objective.distillation_weight > 0:
         short_length = settings.data.short_length
@@ -167,6 +165,41 @@ def prepare_model(settings: Settings) -> PreparedModel:
         objective=objective,
         weights=weights,
         undo_length=undo_length,
+    )
+
+
+def _require_short_rows(positions: str, row_length: int, trained: int, target: int) -> None:
+    """Raise unless rows have a length that their positions are made for; lengths in tokens."""
+    if positions == "skip" and row_length >= target:
+        raise Refused(
+            f"positions: skip gives short rows the distances of {target:,} tokens: expected a "
+            f"train_length below that, such as {trained:,}, got {row_length:,}"
+        )
+    if positions == "leaky" and (row_length > trained or trained >= target):
+        raise Refused(
+            "positions: leaky gives rows of the trained length the distances of longer texts: "
+            f"expected a train_length of at most {trained:,} and a target above that, got rows of "
+            f"{row_length:,} and a target of {target:,}"
+        )
+
+
+def _patch_leaky(model: Any, request: Extension, row_length: int, target_length: int) -> Patch:
+    """Patch a model so that short rows have the distances of about one and a half targets.
+
+    Far distances grow faster, by the inverse of Leaky ReRoPE; the finished model reads without it.
+
+    Source: J. Su, kexue.fm/archives/9728: a window of a quarter of the row, and k = 1 / (2 factor).
+    """
+    window, k = max(1, row_length // 4), row_length / (2 * target_length)
+    return patch_rotation(
+        model,
+        replace(
+            request,
+            method="leaky-rerope",
+            factor=None,
+            length=None,
+            options={"window": window, "k": k, "temperature": "none"},
+        ),
     )
 
 

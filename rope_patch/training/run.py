@@ -22,8 +22,7 @@ from rope_patch.methods.position_map import PositionMap
 from rope_patch.runs.run_folder import RunFolder
 from rope_patch.training import checkpoints, identity
 from rope_patch.training.data.arguments import require_no_document_masks
-from rope_patch.training.data.packing import PackedRows, collate, summarize
-from rope_patch.training.finished_model import write_finished_model
+from rope_patch.training.data.packing import PackedRows, RowShare, collate, summarize
 from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.monitor import DivergenceGuard, TrainingProgress, drop_scores
 from rope_patch.training.objective.distillation import mark_distilled
@@ -83,9 +82,7 @@ class TrainingRun:
             target_length=prepared.target_length,
             follows_length=prepared.follows_length,
             seed=settings.row_seed,
-            batch=batch,
-            rank=sharing.reader_index,
-            world=sharing.reader_count,
+            share=RowShare(batch, sharing.reader_index, sharing.reader_count),
         )
         limit = settings.extension.max_loss_rise
         self.guard = DivergenceGuard(limit, self.folder, on_stop=lambda: self.progress.close())
@@ -198,11 +195,6 @@ class TrainingRun:
             losses = list(self.guard.recent_losses)
             state = {"state": self._data_state, "losses": losses, "rotation": self._rotation}
             atomic_files.write_json(checkpoint / checkpoints.DATA_STATE, state)
-
-    def finish(self, model: Any) -> Path | None:
-        """Write the finished model; see `write_finished_model`."""
-        self.progress.close()
-        return write_finished_model(self, model)
 
     def _require_enough_checkpoints(self, resume: Path | None) -> None:
         """Raise if the run will not have as many checkpoints as it is to average."""

@@ -21,7 +21,6 @@ from rope_patch.methods.origin import load_plugin
 from rope_patch.training import recipe_files
 from rope_patch.training import stage as stage_keys
 from rope_patch.training.data.arguments import DataArguments
-from rope_patch.training.data.row_positions import check_leaky
 from rope_patch.training.objective.arguments import ObjectiveArguments, check_objective
 from rope_patch.training.stage import Stage
 from rope_patch.utils.errors import did_you_mean, one_line
@@ -409,7 +408,8 @@ def _validate(settings: Settings) -> None:
             f"lora_trains takes embeddings and norms, got {', '.join(sorted(unknown))}"
         )
     options = _parse_options(extension.options)
-    check_leaky(settings.data.positions, extension, options)
+    if settings.data.positions == "leaky":
+        _check_leaky(extension, options)
     check_objective(settings.objective, settings)
     for name in training.report_to or ():
         if name not in integrations.get_available_reporting_integrations():
@@ -426,6 +426,27 @@ def _validate(settings: Settings) -> None:
         extension.tokens > 0 and math.isfinite(extension.tokens)
     ):
         raise ValueError(f"tokens must be above 0, got {extension.tokens}")
+
+
+def _check_leaky(extension: ExtensionArguments, options: dict[str, Any]) -> None:
+    """Check the keys that `positions: leaky` restricts."""
+    if extension.method != "none" or options:
+        got = f"{extension.method} with {options}" if options else extension.method
+        raise ValueError(
+            "positions: leaky trains a model for the rotation that it has: expected method: none "
+            f"without options, got {got}"
+        )
+    if (extension.factor is None) == (extension.length is None):
+        raise ValueError(
+            "positions: leaky trains for a longer target: expected exactly one of factor and "
+            f"length, got {'neither' if extension.factor is None else 'both'}"
+        )
+    if extension.retrieval_steps:
+        raise ValueError(
+            "positions: leaky changes attention while the model is trained, so that needles would "
+            "say nothing of the finished model: leave retrieval_steps out, and measure that model "
+            "with rope-patch eval"
+        )
 
 
 UNSUPPORTED_KEYS = {

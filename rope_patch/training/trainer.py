@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from rope_patch.training import checkpoints
 from rope_patch.training.curriculum import run_stages
+from rope_patch.training.finished_model import write_finished_model
 from rope_patch.training.memory import plan
 from rope_patch.training.model_setup import PreparedModel, prepare_model
 from rope_patch.training.monitor import needles_of
@@ -236,7 +237,7 @@ def finetune(settings: Settings) -> Path | None:
         else:
             with contextlib.closing(trainer.run.progress):
                 trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-        return trainer.run.finish(trainer.model_wrapped)
+        return write_finished_model(trainer.run, trainer.model_wrapped)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,7 +21,7 @@ from rope_patch.utils.front import front
 front(
     __name__,
     {
-        "attention_functions": "AttentionCall read_call",
+        "attention_functions": "AttentionCall read_call StandIn",
         "caches": "cache_in_output is_cache is_paged",
         "forwards": "cache_among cache_arguments cache_parameter ForwardCall",
         "generation": "served_folder",

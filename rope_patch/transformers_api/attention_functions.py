@@ -81,13 +81,25 @@ def attention_kind(function: Any) -> str | None:
     return next((kind for each, kind in known.items() if function is each), None)
 
 
-def require_known_attention(function: Any, what: str, instead: str) -> str:
+@dataclass(frozen=True)
+class StandIn:
+    """What takes the place of an attention function, for messages.
+
+    Attributes:
+        name: Such as "a position map".
+        instead: What to do where the function is unknown.
+    """
+
+    name: str
+    instead: str
+
+
+def require_known_attention(function: Any, stand_in: StandIn) -> str:
     """Return the kind of an attention function.
 
     Args:
         function: The function.
-        what: What stands in for it, for messages; such as "a position map".
-        instead: What to do where the function is unknown.
+        stand_in: What takes its place.
 
     Raises:
         ValueError: It is none of transformers' own.
@@ -98,16 +110,16 @@ def require_known_attention(function: Any, what: str, instead: str) -> str:
             function = function.func
         if (owner := getattr(function, "__self__", None)) is not None:
             raise Refused(
-                f"{what} stands in for the attention function, and {type(owner).__name__} of "
-                f"{type(owner).__module__} changes what that function is given: undo that first, "
-                f"or {instead}"
+                f"{stand_in.name} stands in for the attention function, and "
+                f"{type(owner).__name__} of {type(owner).__module__} changes what that function is "
+                f"given: undo that first, or {stand_in.instead}"
             )
         name = getattr(function, "__qualname__", type(function).__name__)
         raise Refused(
-            f"{what} stands in for the attention function, and {name} of "
+            f"{stand_in.name} stands in for the attention function, and {name} of "
             f"{getattr(function, '__module__', 'an unknown module')} is none that it knows: "
             "expected transformers' own eager, SDPA, flash or flex attention "
-            f"(model.set_attn_implementation('sdpa')); or {instead}"
+            f"(model.set_attn_implementation('sdpa')); or {stand_in.instead}"
         )
     return kind
 
@@ -121,8 +133,7 @@ def read_call(
     arguments: dict[str, Any],
     *,
     filled: int,
-    what: str,
-    instead: str,
+    stand_in: StandIn,
 ) -> AttentionCall:
     """Return what an attention function does with its arguments.
 
@@ -134,13 +145,12 @@ def read_call(
         mask: The function's `attention_mask`.
         arguments: Its keyword arguments.
         filled: Slots of the keys that hold tokens.
-        what: See `require_known_attention`.
-        instead: See `require_known_attention`.
+        stand_in: What takes the function's place.
 
     Raises:
         ValueError: The function is unknown, or it reads an argument that is.
     """
-    kind = require_known_attention(function, what, instead)
+    kind = require_known_attention(function, stand_in)
     read = _names_read(function, kind)
     given = {name: value for name, value in arguments.items() if name in read}
     unknown = [
@@ -151,7 +161,7 @@ def read_call(
     if unknown:
         raise Refused(
             f"{type(module).__name__} passes {', '.join(unknown)} to {kind} attention in "
-            f"{installed_release()}, which {what} does not know: {instead}"
+            f"{installed_release()}, which {stand_in.name} does not know: {stand_in.instead}"
         )
     steps, slots = query.shape[2], key.shape[2]
     scaling, is_causal = given.get("scaling"), has_causality(module, given)

@@ -20,9 +20,10 @@ from training_loop import loop
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rope_patch import cli
-from rope_patch.training import TrainingRun, finetune, parse_settings
+from rope_patch.training import finetune, parse_settings, write_finished_model
 
 RECIPES = {"finetune": finetune, "loop": loop}
+FINISH = write_finished_model.__name__  # what both call at their end
 
 
 class Observed:
@@ -34,13 +35,18 @@ class Observed:
 
     def __enter__(self):
         self.hook = torch.nn.modules.module.register_module_forward_pre_hook(self.see_layer)
-        self.finish = TrainingRun.finish
-        TrainingRun.finish = lambda run, model: self.see_model(model) or self.finish(run, model)
+        for entry_point in RECIPES.values():
+            entry_point.__globals__[FINISH] = self.finish
         return self
 
     def __exit__(self, *_):
         self.hook.remove()
-        TrainingRun.finish = self.finish
+        for entry_point in RECIPES.values():
+            entry_point.__globals__[FINISH] = write_finished_model
+
+    def finish(self, run, model):
+        self.see_model(model)
+        return write_finished_model(run, model)
 
     def see_layer(self, module, args):
         if isinstance(module, LlamaDecoderLayer) and module.training:

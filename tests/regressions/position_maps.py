@@ -77,7 +77,7 @@ DEFECTS = [
     Defect(
         "an encoding that scales keys loses its fade under a map",
         f"{_FOLDER}/mapped_attention.py",
-        "                require_known_attention(present, _WHAT, _OTHER_METHODS)\n",
+        "                require_known_attention(present, _STAND_IN)\n",
         "",
         (f"{_MASKS}::test_maps_on_an_encoding_that_scales_keys_are_refused",),
     ),

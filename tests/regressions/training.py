@@ -299,7 +299,7 @@ DEFECTS = [
     ),
     Defect(
         "z-loss counts tokens without a target",
-        "rope_patch/training/objective/chunked_loss.py",
+        "rope_patch/training/objective/chunk_sums.py",
         "        return torch.where(self.counted, values, 0).sum()\n",
         "        return values.sum()\n",
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from torch import nn
 
 from rope_patch.encodings.active import current
+from rope_patch.encodings.replacement import biases, rotations, tables  # noqa: F401 (register)
 from rope_patch.encodings.replacement.encoding import (
+    ENCODINGS,
     AbsoluteEncoding,
     BiasEncoding,
     DecoderShape,
     Encoding,
-    build_encoding,
     find_encoding,
 )
 from rope_patch.encodings.replacement.hooks import (
@@ -47,7 +49,7 @@ from rope_patch.transformers_api.models import (
     attention_implementation,
     installed_release,
 )
-from rope_patch.utils.errors import Refused, text_html
+from rope_patch.utils.errors import Refused, did_you_mean, text_html
 
 logger = logging.getLogger("rope_patch")
 
@@ -88,7 +90,7 @@ def encode(model: nn.Module, name: str, **options: Any) -> EncodedModel:
         config.max_position_embeddings,
         float(getattr(config, "initializer_range", 0.02)),
     )
-    encoding, values = build_encoding(name, shape, options)
+    encoding, values = _build_encoding(name, shape, options)
     require_implementation(encoding, attention_implementation(config))
     if isinstance(encoding, BiasEncoding):
         _require_one_bias(decoder, encoding, heads)
@@ -106,6 +108,36 @@ def encode(model: nn.Module, name: str, **options: Any) -> EncodedModel:
         raise
     logger.info("encoded %s: %s", type(model).__name__, handle.summary().replace("\n ", ";"))
     return handle
+
+
+def list_encodings() -> list[str]:
+    """Return the names that `rope_patch.encode` takes."""
+    return sorted(ENCODINGS)
+
+
+def _build_encoding(
+    name: str, shape: DecoderShape, options: dict[str, Any]
+) -> tuple[Encoding, dict[str, Any]]:
+    """Build an encoding from its name and options, and return all its options with their values."""
+    names = list_encodings()
+    if name not in names:
+        raise Refused(
+            f"unknown encoding {name!r}{did_you_mean(name, names, 0.5)}: expected one of "
+            f"{', '.join(names)}"
+        )
+    cls = ENCODINGS[name]
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for key in options:
+        if key not in defaults:
+            known = f"its options are: {', '.join(defaults)}" if defaults else "it has none"
+            raise Refused(
+                f"encoding {name!r} has no option {key!r}{did_you_mean(key, defaults, 0.5)}; "
+                f"{known}"
+            )
+    values = {**defaults, **options}
+    factory: Any = cls
+    return factory(shape, **values), values
 
 
 def _decoder(model: nn.Module) -> Any:

@@ -32,12 +32,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from rope_patch.methods import Method
 from rope_patch.patching.dynamic.cache_record import cached_positions
+from rope_patch.patching.dynamic.frequency_table import FrequencyTable
 from rope_patch.patching.positions import first_and_last_positions, prompt_positions
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.caches import is_paged, require_counted_cache
@@ -58,8 +60,20 @@ from rope_patch.transformers_api.generation import (
 )
 from rope_patch.utils.errors import Refused
 
-if TYPE_CHECKING:
-    from rope_patch.patching.dynamic.hooks import LengthHooks
+
+class LengthFollower(Protocol):
+    """What generate and continuous batching ask of the hooks that follow a decoder's lengths."""
+
+    method: Method
+    axes: int | None
+    fixed_length: float | None
+    frequency_table: FrequencyTable
+    generation_loop: GenerationLoop
+    admission: Admission
+
+
+# Each decoder that follows lengths, its rotary module and its hooks.
+HookedDecoders = Sequence[tuple[nn.Module, Any, LengthFollower]]
 
 
 class _TensorSnapshot:
@@ -145,9 +159,7 @@ class GenerationLoop(threading.local):
             self._step.positions = positions if min(positions) >= 0 else None
 
 
-def watch_generate(
-    model: nn.Module, length_hooks: list[tuple[nn.Module, Any, Any]], undo_log: UndoLog
-) -> None:
+def watch_generate(model: nn.Module, length_hooks: HookedDecoders, undo_log: UndoLog) -> None:
     """Report each step of a model's generate to its `LengthHooks`.
 
     Does nothing for architectures that override how inputs are prepared.
@@ -286,9 +298,7 @@ class Admission(threading.local):
         )
 
 
-def watch_admission(
-    model: nn.Module, length_hooks: list[tuple[nn.Module, Any, Any]], undo_log: UndoLog
-) -> None:
+def watch_admission(model: nn.Module, length_hooks: HookedDecoders, undo_log: UndoLog) -> None:
     """Report the lengths that a model's generate asks for to `LengthHooks` that fix them.
 
     Args:
@@ -333,9 +343,7 @@ class _PrepareCache(WrappedMethod):
         return result
 
 
-def limit_candidates(
-    model: nn.Module, length_hooks: Sequence[tuple[nn.Module, Any, Any]], undo_log: UndoLog
-) -> None:
+def limit_candidates(model: nn.Module, length_hooks: HookedDecoders, undo_log: UndoLog) -> None:
     """End the drafts of assisted decoding where frequencies change.
 
     Args:
@@ -352,7 +360,7 @@ def limit_candidates(
 class _LimitedGeneratorFactory:
     """Wrapper of `_get_candidate_generator` that limits the drafts of the generators it makes."""
 
-    def __init__(self, original_method: Any, hooks: Any) -> None:
+    def __init__(self, original_method: Any, hooks: LengthFollower) -> None:
         self.original_method = original_method
         self.hooks = hooks
 
@@ -390,7 +398,7 @@ class _SequencePositions:
 class _CandidateLimit:
     """Wrappers of a candidate generator's two methods."""
 
-    def __init__(self, generator: Any, hooks: Any, sequence: _SequencePositions) -> None:
+    def __init__(self, generator: Any, hooks: LengthFollower, sequence: _SequencePositions) -> None:
         self.generator = generator
         self.hooks = hooks
         self.sequence = sequence
@@ -462,7 +470,7 @@ class BatchingGuard:
         self,
         module: nn.Module,
         rotation: str | None,
-        length_hooks: Sequence[LengthHooks],
+        length_hooks: Sequence[LengthFollower],
         refusal: str | None,
     ) -> None:
         self.module = module
@@ -498,7 +506,7 @@ def guard_batching(
     undo_log: UndoLog,
     *,
     rotation: str | None = None,
-    length_hooks: Sequence[LengthHooks] = (),
+    length_hooks: Sequence[LengthFollower] = (),
     refusal: str | None = None,
 ) -> None:
     """Have a model refuse continuous batching whose paged cache would mix rotations.

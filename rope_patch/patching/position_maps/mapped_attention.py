@@ -30,12 +30,16 @@ from rope_patch.patching.position_maps.parts import attend_by_parts
 from rope_patch.patching.position_maps.position_hooks import PositionHooks
 from rope_patch.patching.position_maps.shift_tables import ShiftRotation
 from rope_patch.patching.undo_log import UndoLog
-from rope_patch.transformers_api.attention_functions import read_call, require_known_attention
+from rope_patch.transformers_api.attention_functions import (
+    StandIn,
+    read_call,
+    require_known_attention,
+)
 from rope_patch.transformers_api.forwards import POSITIONS
 from rope_patch.utils.errors import Refused
 
-_WHAT = "a position map"
 _OTHER_METHODS = "use a method that changes frequencies, such as yarn"
+_STAND_IN = StandIn("a position map", _OTHER_METHODS)
 
 
 class MappedAttention:
@@ -91,8 +95,7 @@ class MappedAttention:
             attention_mask,
             kwargs,
             filled=view.filled,
-            what=_WHAT,
-            instead=_OTHER_METHODS,
+            stand_in=_STAND_IN,
         )
         visibility = Visibility(call, query, key)
         has_plain_logits = call.softcap is None and call.dropout == 0 and not call.returns_weights
@@ -145,7 +148,7 @@ def find_mapped_attentions(
             layer_type = None if index is None else types[index]
             if layer_type in geometries and not _has_window(config, index):
                 present = present_function(attention, (MappedAttention, QueryScaling))
-                require_known_attention(present, _WHAT, _OTHER_METHODS)
+                require_known_attention(present, _STAND_IN)
                 members.append((attention, layer_type))
         sites.append((traits, members))
     if not any(members for _, members in sites):

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from rope_patch.training.data.aggregation import TASKS, check_aggregation
 from rope_patch.training.data.documents import check_compression_ratio
-from rope_patch.training.data.row_positions import WITHOUT_MASKS, check_positions
 from rope_patch.utils.errors import did_you_mean
 
 PACKINGS = ("single", "concatenate", "masked", "best_fit", "best_fit_unmasked")
+POSITIONS = ("consecutive", "skip", "leaky")
+WITHOUT_MASKS = "packing single, concatenate or best_fit_unmasked, and short_share 0"
 
 
 @dataclass
@@ -140,7 +141,7 @@ def check_data_arguments(arguments: DataArguments, row_length: int) -> None:
         )
     if not 0 <= a.short_share < 1:
         raise ValueError(f"short_share must be at least 0 and below 1, got {a.short_share}")
-    check_positions(a)
+    _check_positions(a)
     check_aggregation(a.aggregation_share, a.aggregation_tasks)
     check_compression_ratio(a.compression_ratio)
     if a.data_weights is not None and len(a.data_weights) != len(a.data):
@@ -159,6 +160,22 @@ def check_data_arguments(arguments: DataArguments, row_length: int) -> None:
     for name in ("min_document_length", "shuffle_window"):
         if getattr(a, name) < 0:
             raise ValueError(f"{name} must be at least 0, got {getattr(a, name)}")
+
+
+def _check_positions(arguments: DataArguments) -> None:
+    """Check the recipe's `positions` against its packing."""
+    positions = arguments.positions
+    if positions not in POSITIONS:
+        raise ValueError(
+            f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}"
+            f"{did_you_mean(positions, POSITIONS, 0.5)}"
+        )
+    if positions != "consecutive" and arguments.needs_masks:
+        raise ValueError(
+            f"positions: {positions} takes a row as one text, in which nothing keeps to itself: "
+            f"expected {WITHOUT_MASKS}, got packing {arguments.packing} and short_share "
+            f"{arguments.short_share:g}"
+        )
 
 
 def ineffective_keys(arguments: DataArguments) -> set[str]:

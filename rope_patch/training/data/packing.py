@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from random import Random
 from typing import Any, NamedTuple
@@ -32,10 +32,31 @@ from rope_patch.training.data.documents import (
     tokenize_document,
 )
 from rope_patch.training.data.readers import Cursor, DocumentRef, Reader, find_source
-from rope_patch.training.data.row_positions import skipped_positions
 
 _YIELD_KEYS = ("tokens", "padding", "documents", "cut")
 _READ_KEYS = ("documents", "repetitive", "noisy", "questions")
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """The rows that one of several processes trains on: batch by batch, in turn.
+
+    Attributes:
+        batch: Rows per process and batch.
+        rank: The process.
+        world: Processes that share the rows.
+    """
+
+    batch: int = 1
+    rank: int = 0
+    world: int = 1
+
+    def has(self, index: int) -> bool:
+        """Return whether a row is in the share."""
+        return (index // self.batch) % self.world == self.rank
+
+
+_ALL_ROWS = RowShare()
 
 
 class PackedRows(IterableDataset):
@@ -51,9 +72,7 @@ class PackedRows(IterableDataset):
         follows_length: Whether the model's rotation depends on the longest position in a row, which
             padding must not raise then.
         seed: Seed of the shuffling, and of the positions that skip.
-        batch: Rows per process and batch.
-        rank: This process; it gets the rows i with (i // batch) % world == rank.
-        world: Processes that share the rows.
+        share: This process's share of the rows.
 
     Yields:
         A dict of `input_ids`, `labels` (transformers shifts them itself) and `position_ids`,
@@ -76,9 +95,7 @@ class PackedRows(IterableDataset):
         target_length: int | None = None,
         follows_length: bool = False,
         seed: int,
-        batch: int = 1,
-        rank: int = 0,
-        world: int = 1,
+        share: RowShare = _ALL_ROWS,
     ) -> None:
         check_data_arguments(arguments, row_length)
         if arguments.joins_documents and tokenizer.eos_token_id is None:
@@ -97,7 +114,7 @@ class PackedRows(IterableDataset):
         )
         self._target_length = row_length if target_length is None else target_length
         self._padding_limit = trained_length if follows_length else None
-        self._seed, self._batch, self._rank, self._world = seed, batch, rank, world
+        self._seed, self._share = seed, share
         self._short_share = Fraction(
             str(arguments.short_share)
         )  # exactly 0.1, not the nearest float
@@ -143,7 +160,7 @@ class PackedRows(IterableDataset):
         row_yield.update({} if self._state is None else self._state.get("row_yield", {}))
         for index in itertools.count(0 if self._state is None else self._state["row"]):
             row = self._make_row(index, sources, best_fit, row_yield)
-            if index >= self._first_row and (index // self._batch) % self._world == self._rank:
+            if index >= self._first_row and self._share.has(index):
                 yield row
 
     def _row_settings(self) -> dict[str, Any]:
@@ -163,7 +180,7 @@ class PackedRows(IterableDataset):
         for (kind, name), readers in self._readers.items():
             seed = f"{self._seed} {kind} {len(sources[kind])}"
             source = DocumentSource(name, readers, self._encode, a.shuffle_window, seed)
-            source.quiet = self._rank > 0
+            source.quiet = self._share.rank > 0
             if kind == "long":
                 single = a.packing == "single"
                 source.min_tokens = max(self._row_length if single else 1, a.min_document_length)
@@ -317,6 +334,28 @@ def collate(rows: list[dict[str, Any]], *, has_gaps: bool = False) -> dict[str, 
     if has_gaps:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     return batch | {"rows": [row["row"] for row in rows]}
+
+
+def skipped_positions(row_length: int, target_length: int, random: Random) -> torch.Tensor:
+    """Return positions that jump once, so that short rows have the distances of long ones.
+
+    The positions of a row's second part are moved by a uniform number of tokens. The first part is
+    at most half of the row. The text stays in one piece; PoSE's code also leaves out text there.
+
+    Args:
+        row_length: Tokens of the row.
+        target_length: The positions stay below this, at least `row_length`.
+        random: Source of both numbers.
+
+    Returns:
+        Rising positions, `[row_length]` int64.
+
+    Source: PoSE, arXiv:2309.10400, with two parts, distributed as in its published code.
+    """
+    first_part = random.randint(1, (row_length + 1) // 2)
+    positions = torch.arange(row_length)
+    positions[first_part:] += random.randint(0, target_length - row_length)
+    return positions
 
 
 _POSITION_KEYS = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from rope_patch.pretrained.loading import empty_model
-from rope_patch.training.objective.chunked_loss import COPIES, chunk_length
+from rope_patch.training.objective.chunk_sums import COPIES, chunk_length
 from rope_patch.training.objective.distillation import DISTILLATION_COPIES
 from rope_patch.utils.errors import Refused
 

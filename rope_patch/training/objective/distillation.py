@@ -23,7 +23,7 @@ from torch.nn import functional
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.sidecar import patch_to_restore
-from rope_patch.training.objective.chunked_loss import (
+from rope_patch.training.objective.chunk_sums import (
     IGNORED,
     Chunk,
     LogitTransform,

@@ -27,7 +27,7 @@ from torch.nn import functional
 from training_runs import arguments as command_line
 from transformers import HfArgumentParser, LlamaForCausalLM
 
-from rope_patch.training import DataArguments, collate, require_no_document_masks
+from rope_patch.training import DataArguments, RowShare, collate, require_no_document_masks
 
 
 def test_single_rows_are_slices_of_one_document(tokenizer, tmp_path):
@@ -234,7 +234,7 @@ def test_epochs_and_left_out_documents_are_reported_once(tokenizer, source, capl
     assert second.startswith(path)
     assert "second epoch" in second
     caplog.clear()
-    make_rows(tokenizer, 5, [path], settings=SETTINGS | {"rank": 1, "world": 2})
+    make_rows(tokenizer, 5, [path], settings=SETTINGS | {"share": RowShare(rank=1, world=2)})
     assert not caplog.messages
 
 

@@ -22,7 +22,7 @@ from packed_rows import (
 from torch.utils.data import DataLoader
 from training_runs import novel
 
-from rope_patch.training import collate
+from rope_patch.training import RowShare, collate
 
 WOVEN = {"row_length": 1024, "trained_length": 512, "seed": 0}
 BOUNDS = [0.3, 0.65]  # leave out repetition below, noise above
@@ -153,7 +153,7 @@ def test_ranks_share_the_rows(tokenizer, source, packing, batch, world):
     shares = [
         make_rows(
             tokenizer, 24 // world, [path],
-            SETTINGS | {"batch": batch, "world": world, "rank": rank}, **options,
+            SETTINGS | {"share": RowShare(batch, rank, world)}, **options,
         )
         for rank in range(world)
     ]  # fmt: skip
@@ -166,7 +166,13 @@ def test_ranks_share_the_rows(tokenizer, source, packing, batch, world):
 
 def test_one_worker_gives_the_same_batches_as_none(tokenizer, source):
     path, _ = source("a.jsonl", lengths("a"))
-    rows = packed(tokenizer, [path], SETTINGS | {"batch": 2}, packing="masked", shuffle_window=3)
+    rows = packed(
+        tokenizer,
+        [path],
+        SETTINGS | {"share": RowShare(batch=2)},
+        packing="masked",
+        shuffle_window=3,
+    )
     rows.resume(next(iter(rows))["row"]["state"], 4)
     batches = [
         list(itertools.islice(DataLoader(rows, 2, collate_fn=collate, num_workers=n), 6))

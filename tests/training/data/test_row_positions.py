@@ -9,7 +9,7 @@ from packed_rows import LENGTH, make_rows, packed, require_equal_rows, resumed_r
 from training_runs import TINY, run, settings_of
 from transformers import AutoModelForCausalLM
 
-from rope_patch.training import collate, prepare_model, read_log, skipped_positions
+from rope_patch.training import RowShare, collate, prepare_model, read_log, skipped_positions
 
 TARGET = 200
 SKIPPING = {"row_length": LENGTH, "trained_length": LENGTH, "target_length": TARGET, "seed": 0}
@@ -57,7 +57,9 @@ def test_skipping_changes_positions_alone_and_resumes_exactly(tokenizer, source)
     )
     require_equal_rows(resumed, rows[5:])
     workers = [
-        make_rows(tokenizer, 6, [path], SKIPPING | {"rank": n, "world": 2}, positions="skip")
+        make_rows(
+            tokenizer, 6, [path], SKIPPING | {"share": RowShare(rank=n, world=2)}, positions="skip"
+        )
         for n in range(2)
     ]
     require_equal_rows([row for pair in zip(*workers, strict=True) for row in pair], rows)

@@ -12,7 +12,7 @@ import pytest
 from helpers.commands import run_in_this_process
 from packed_rows import END, TINY, make_rows
 
-from rope_patch.training import CleanFolder, find_source
+from rope_patch.training import CleanFolder, RowShare, find_source
 
 SENTENCE = "when the party broke up she had been listening to it with a smile of great pleasure"
 WORDS = SENTENCE.split()
@@ -215,7 +215,8 @@ def test_the_picture_is_written(books, tmp_path):
 def test_passes_are_those_of_a_run(books, tokenizer, tmp_path):
     notes = write(tmp_path / "notes.jsonl", [{"text": text(n, 40 + n)} for n in range(60)])
     mixing = {"data_weights": [1.0, 3.0], "packing": "concatenate", "short_share": 0.25}
-    settings = {"row_length": TARGET, "trained_length": TRAINED, "seed": 42, "batch": 2}
+    settings = {"row_length": TARGET, "trained_length": TRAINED, "seed": 42}
+    settings["share"] = RowShare(batch=2)
     words = ["--data", books, notes, "--short_data", notes, "--data_weights", 1, 3]
     words += ["--packing", "concatenate", "--short_share", 0.25, "--max_steps", 100]
     report = inspect_json(*words)
