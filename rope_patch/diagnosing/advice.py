@@ -1,4 +1,10 @@
-"""Recommendation for a target length: a few sourced rules, and lines of code checked by `check`."""
+"""Recommend a method for a target length, by a few sourced rules and without measuring.
+
+In come the facts and findings of a diagnosis, and a table of pairs for each layer type; out comes
+`Advice`: what to do, the reasons with their sources, and lines of code that `check` has checked on
+the model. `build_pair_table` compares a layer type's pairs before and after an extension, with the
+bounds on the base that two papers give (`base_bound`, `critical_base`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Profiles: how thorough a comparison is, its default lengths, and its request."""
+"""Fill in the request of a comparison: methods, lengths, tasks and samples that were not given.
+
+`comparison_request` takes a model, methods and any fields of `EvalRequest`, and returns the whole
+request. What is left out comes from a profile, `quick`, `standard` or `paper`: how thorough the
+comparison is. Default lengths follow from the trained length and the target.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
-"""The decision rule: which of several measured methods to use, by their scores.
+"""Decide which of several measured methods to use, by their scores.
 
-The steps are: keep the methods that cannot be told from the best at the target length; of these,
-those that cannot be told from the smallest price within the trained length; of these, those that
-most engines run without this package; of these, the simplest. If no method holds up at the target
-length, none is recommended.
+In come scores of each variant (`Scores`: nats, right answers and texts, by sample); out comes a
+`Choice` with its reasons. The rule keeps the methods that cannot be told from the best at the
+target length; of these, those that cannot be told from the smallest price within the trained
+length; of these, those that most engines run without this package; of these, the simplest. If no
+method holds up at the target length, it recommends none.
+
+Two variants are told apart by the paired differences of their scores on the same samples
+(`score_difference`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""Losses of a long document's tokens, and perplexity: against position, of key tokens, in windows.
+"""Compute losses of a long document's tokens, and perplexity: by position, key token and window.
 
-LongPPL: perplexity of the tokens that need the far past (arXiv:2410.23771). Most tokens of a text
-follow from their sentence, so the mean over all tokens hides whether a model uses a long context.
-An evaluator finds the few key tokens: it expects them given a long context, and not given a short
-one. The paper's evaluator is a large model. Here it is the model to extend, without the patch and
-within its trained length. So key tokens need at most a trained length of context. They show whether
-a patched model, far into a text, still uses the context that it could use before. They cannot show
-whether it uses more.
+In come a live model and a document's tokens; out come losses of the tokens or of blocks of them.
+Perplexities and their intervals are computed from these when a report is written.
 
-Perplexity by sliding windows: the same tokens after more and more context. The protocol of Press et
-al. (arXiv:2108.12409) as YaRN uses it (arXiv:2309.00071), with a stride of 256 tokens, of which
-only some windows, spread evenly, are run.
+LongPPL is the perplexity of the tokens that need the far past (arXiv:2410.23771). Most tokens of a
+text follow from their sentence, so the mean over all tokens hides whether a model uses a long
+context. An evaluator finds the few key tokens: it expects them given a long context, and not given
+a short one. The paper's evaluator is a large model. Here it is the model to extend, without the
+patch and within its trained length. So key tokens need at most a trained length of context. They
+show whether a patched model, far into a text, still uses the context that it could use before. They
+cannot show whether it uses more.
+
+Perplexity by sliding windows scores the same tokens after more and more context. It follows the
+protocol of Press et al. (arXiv:2108.12409) as YaRN uses it (arXiv:2309.00071), with a stride of 256
+tokens, of which only some windows, spread evenly, are run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Figures of a report: what each shows, the question that it answers, and how it is drawn.
+"""Draw the figures of a report, each with a question as its title.
 
-Pictures: one drawing as PNG, to attach elsewhere, and as SVG that follows a page's colours. Lengths
-are in CSS pixels throughout: at 72 dots per inch one point of matplotlib is one pixel.
+`draw_figures` takes a run's statistics and the ranking of its methods, and returns a `Picture` by
+name: one drawing as PNG, to attach elsewhere, and as SVG that follows a page's colours.
+`draw_heat_maps` returns the scores by length and depth as PNG.
+
+Lengths are in CSS pixels throughout: at 72 dots per inch one point of matplotlib is one pixel.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""Packed rows of tokens for long-context fine-tuning: streamed, deterministic, exactly resumable.
+"""Pack documents into rows of tokens for fine-tuning: streamed, deterministic, exactly resumable.
+
+In come a recipe's keys for its data, a tokenizer and a row length. Out comes an endless stream of
+rows (`PackedRows`), each with the state that resumes the stream after it. Documents are read and
+tokenised only as rows need them (`DocumentSource`).
 
 Masked rows restart their positions at each document. transformers derives a mask from that only if
 the model gets neither an attention mask nor a cache: call it with `use_cache=False`.
 
-Best-fit packing: whole documents put into rows so that few are cut and little is padding. Source:
-"Fewer Truncations Improve Language Modeling", arXiv:2404.10830, of which Olmo 3 trains its long
-contexts. Documents longer than a row are cut at row length first.
+Best-fit packing (`BestFitRows`) puts whole documents into rows so that few are cut and little is
+padding. Source: "Fewer Truncations Improve Language Modeling", arXiv:2404.10830; Olmo 3 packs its
+long contexts so. Documents longer than a row are cut at row length first.
 """
 
 from __future__ import annotations

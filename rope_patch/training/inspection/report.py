@@ -1,8 +1,9 @@
-"""Report on a recipe's data, as text or JSON: what `rope-patch finetune --inspect-data` prints.
+"""Inspect a recipe's data without training, as `rope-patch finetune --inspect-data` does.
 
-Rows that a pass over a source gives, and the documents that they cut, by the real packing.
-
-`PackedRows` packs empty documents of the same lengths.
+In comes a recipe. Every document is read and tokenised, and one pass over each source is packed by
+the real packing: `PackedRows` packs empty documents of the same lengths. Out comes an `Inspection`:
+as text or JSON, with the documents' lengths, the duplicates, and what a pass gives in full rows,
+padding and cut documents; and as a picture of the lengths.
 """
 
 from __future__ import annotations

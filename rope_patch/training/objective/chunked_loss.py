@@ -1,16 +1,15 @@
-"""Chunked cross-entropy and other terms inside the model's own forward, without all logits at once.
+"""Compute a model's training loss in chunks of tokens, so that all logits never exist at once.
 
 Logits are the largest tensor of a long training step: 65,536 tokens of a vocabulary of 128k take 34
-GB in float32, and their gradient as much. The head and the loss are therefore computed a few
-hundred tokens at a time. The decoder's forward stays transformers' own: in training the head
-returns its input, and a replaced loss function multiplies it by the head's weight.
+GB in float32, and their gradient as much. So `install_loss` takes a causal language model and makes
+it compute head and loss a few hundred tokens at a time. The decoder's forward stays transformers'
+own: in training the head returns its input, and a replaced loss function multiplies it by the
+head's weight.
 
-A recipe's terms beside the cross-entropy are computed from the same chunks of logits.
-If the model computes all logits, the terms are computed from chunks of those.
-
-Sums of a loss's terms over all tokens, whose logits exist a few hundred tokens at a time. The
-gradients are computed in the forward pass, while a chunk's logits exist, and multiplied by the
-loss's own gradient in the backward pass.
+A recipe's terms beside the cross-entropy (`Objective`) are computed from the same chunks of logits.
+If the model computes all logits, cross-entropy and terms are computed from chunks of those.
+`chunk_sums` computes the gradients in the forward pass, while a chunk's logits exist, and
+multiplies them by the loss's own gradient in the backward pass.
 """
 
 from __future__ import annotations
