@@ -53,8 +53,10 @@ from rope_patch.statistics import Interval
 from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import json_safe, seal
+from rope_patch.utils.terminal import SignedFormat
 
 CHANCE = 1 / PAIRS  # share of right answers if a model guesses among the values of a sequence
+_NATS, _POINTS = SignedFormat(2, minus="−", zero=""), SignedFormat(0, minus="−", zero="")
 WIDEST = 0.25  # nats; a loss with a wider half interval tells nothing
 
 
@@ -503,17 +505,14 @@ def _difference_cell(difference: Interval | None, is_share: bool) -> Cell:
 
 def difference_text(value: float, *, is_share: bool) -> str:
     """Return a difference with its sign: +0.12 nats, or −4 points."""
-    return f"{_signed(value, is_share)} {'points' if is_share else 'nats'}"
+    return f"{_POINTS.number(100 * value)} points" if is_share else f"{_NATS.number(value)} nats"
 
 
 def difference_range(interval: Interval, *, is_share: bool) -> str:
     """Return the interval of a difference: −0.02 to +0.05."""
-    return f"{_signed(interval.low, is_share)} to {_signed(interval.high, is_share)}"
-
-
-def _signed(value: float, is_share: bool) -> str:
-    text = f"{100 * value:+.0f}" if is_share else f"{value:+.2f}"
-    return text.replace("-", "−") if float(text) else text[1:]
+    if is_share:
+        return _POINTS.range(100 * interval.low, 100 * interval.high)
+    return _NATS.range(interval.low, interval.high)
 
 
 # Titles of families, and their encodings. Those without positions are in every panel, to compare.

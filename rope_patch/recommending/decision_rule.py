@@ -27,6 +27,9 @@ from rope_patch.statistics import (
     paired_difference,
     retention,
 )
+from rope_patch.utils.terminal import SignedFormat
+
+NATS = SignedFormat(3)
 
 # A method holds up if it retains this share of the plain model's accuracy.
 MIN_RETAINED_SHARE = 0.5
@@ -142,8 +145,8 @@ def choose(
     if information_gain is not None and not information_gain.low > 0:
         reasons.append(
             "with it, a true answer is no likelier than one that the text does not say "
-            f"({information_gain.estimate:+.3f} nats, {information_gain.low:+.3f} to "
-            f"{information_gain.high:+.3f})"
+            f"({NATS.number(information_gain.estimate)} nats, "
+            f"{NATS.range(information_gain.low, information_gain.high)})"
         )
         return choice(None, "nothing holds")
     usable_ties = [

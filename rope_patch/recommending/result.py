@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.recommending.decision_rule import Choice, Scores, score_difference
+from rope_patch.recommending.decision_rule import NATS, Choice, Scores, score_difference
 from rope_patch.recommending.variants import PLAIN
 from rope_patch.statistics import Interval
 from rope_patch.utils import atomic_files
@@ -23,7 +23,7 @@ from rope_patch.utils.errors import (
     one_line,
     text_html,
 )
-from rope_patch.utils.terminal import align
+from rope_patch.utils.terminal import SignedFormat, align
 
 if TYPE_CHECKING:
     from rope_patch.recommending.decision_rule import VariantScores
@@ -179,6 +179,7 @@ def _difference_to_dict(scores: Scores | None, other: Scores | None) -> dict[str
 
 
 _NO_VALUE = "–"
+_PERCENT = SignedFormat(1)
 _NOTES = (
     "Intervals are 95% each, over texts, not for all comparisons together. The best of several "
     "looks better on the samples that it was chosen by than it is.",
@@ -365,19 +366,16 @@ def _format_nats(interval: Sequence[float] | None) -> str:
 
 
 def _format_signed(interval: Sequence[float]) -> str:
-    estimate, low, high = interval
-    if estimate == low == high == 0:
-        return "0"
-    if math.isinf(high - low):  # too few texts
-        return f"{estimate:+.3f} (no interval)"
-    return f"{estimate:+.3f} ({low:+.3f} to {high:+.3f})"
+    estimate, *bounds = interval
+    return NATS.with_interval(estimate, bounds) if any(interval) else "0"
 
 
 def _format_percent(interval: Sequence[float]) -> str:
     """Return a difference in nats as a change of perplexity in percent."""
     if not any(interval):
         return "0"
-    estimate, low, high = (100 * math.expm1(min(value, 20.0)) for value in interval)
-    if math.isinf(interval[2] - interval[1]):  # too few texts
-        return f"{estimate:+.1f}% (no interval)"
-    return f"{estimate:+.1f}% ({low:+.1f} to {high:+.1f}%)"
+    _, low, high = interval
+    estimate, *bounds = (100 * math.expm1(min(value, 20.0)) for value in interval)
+    if math.isinf(high - low):
+        bounds = [low, high]  # unknown, which the changes in percent do not tell
+    return _PERCENT.with_interval(estimate, bounds, unit="%", range_unit="%")

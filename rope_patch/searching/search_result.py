@@ -20,6 +20,7 @@ from rope_patch.searching.fitness import Evaluation
 from rope_patch.utils import atomic_files
 from rope_patch.utils.checksums import json_digest, json_safe
 from rope_patch.utils.errors import Refused, parse_json, text_html
+from rope_patch.utils.terminal import SignedFormat, align
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,6 +33,7 @@ RESULT_FILE = "found.json"
 _REFERENCE_ENGINE = "transformers"  # the one engine with both sets of stretches
 FOUND, PLAIN = "found", "none"
 REFERENCES = ("yarn", "ntk", "linear")
+_NATS, _PERCENT = SignedFormat(4), SignedFormat(1, unit="%")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -347,13 +349,13 @@ def summary_text(result: SearchResult) -> str:
     ]
     if rows:
         lines += ["", "on other samples than the search's (nats a token, smaller is better):"]
-        width = max(len(label) for label, _ in rows)
-        lines += [f"  {label:<{width}}  {_format_measurement(value)}" for label, value in rows]
+        table = align([(label, _format_measurement(value)) for label, value in rows])
+        lines += [f"  {line}" for line in table]
     pairs = [(k, v) for k, v in result.held_out.items() if k.startswith("against ")]
     if pairs:
         lines += ["", "found less the other, on the same samples:"]
-        width = max(len(label) for label, _ in pairs)
-        lines += [f"  {label:<{width}}  {_format_difference(value)}" for label, value in pairs]
+        table = align([(label, _format_difference(value)) for label, value in pairs])
+        lines += [f"  {line}" for line in table]
     return "\n".join(lines)
 
 
@@ -384,15 +386,17 @@ def _format_difference(value: Any) -> str:
     """Return the result's difference from another method, with 95% intervals, as text."""
     if not isinstance(value, dict) or "nll" not in value:
         return str(value)
-    text = f"{float(value['nll']):+.4f} nats"
-    if interval := value.get("interval"):
-        low, high = map(float, interval)
-        is_open = math.isinf(high - low)  # too few texts
-        text += " (no interval)" if is_open else f" ({low:+.4f} to {high:+.4f})"
+    nats = float(value["nll"])
+    interval = value.get("interval")
+    text = (
+        _NATS.with_interval(nats, [float(bound) for bound in interval], unit=" nats")
+        if interval
+        else f"{_NATS.number(nats)} nats"
+    )
     if value.get("accuracy") is not None:
-        text += f", {float(value['accuracy']):+.1%} of answers"
+        text += f", {_PERCENT.number(100 * float(value['accuracy']))} of answers"
         if interval := value.get("accuracy interval"):
-            text += f" ({float(interval[0]):+.1%} to {float(interval[1]):+.1%})"
+            text += f" ({_PERCENT.range(*(100 * float(bound) for bound in interval))})"
         if value.get("p") is not None:
             text += f", p = {float(value['p']):.2g}"
     return text
