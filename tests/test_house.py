@@ -40,7 +40,7 @@ BUDGETS = {
     "tasks": (4_000, 29),
     "training": (9_000, 31),
     "transformers_api": (1_150, 7),
-    "utils": (1_400, 13),
+    "utils": (1_450, 13),
     "verifying": (2_450, 9),
 }
 

@@ -118,11 +118,7 @@ class SuccessiveHalving:
             )
 
     def _measure_minimum(self) -> None:
-        """Measure the plain model and one method.
-
-        Raises:
-            ValueError: The budget is too small, or no method can be measured.
-        """
+        """Measure the plain model and one method; raise if the budget does not suffice."""
         if not self.scorer.has(UNPATCHED, LONG, 1):
             short = max(len(sample.ids) for sample in self.scorer.samples(SHORT, 0))
             guess = self.clock.cost(SHORT) * self.space.length / short  # a lower bound

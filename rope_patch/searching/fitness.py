@@ -253,11 +253,7 @@ class Fitness:
     def _score_round(
         self, units: list[list[int]], scores: dict[int, Score]
     ) -> tuple[dict[int, Score], str | None]:
-        """Score some units, shared among the processes.
-
-        Returns:
-            `scores` with the new ones of all processes, and the first error or None.
-        """
+        """Score units among the processes; return all scores, and the first error or None."""
         own_scores: dict[int, Score] = {}
         error = None
         try:

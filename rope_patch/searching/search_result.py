@@ -479,11 +479,7 @@ def export_for(result: SearchResult, engine: str, config: Any = None) -> Export:
 def _patched_empty_model(
     result: SearchResult, config: Any, method: str, arguments: dict[str, Any]
 ) -> Any:
-    """Return the result's model without weights, patched.
-
-    Raises:
-        ValueError: The result is not for a model with this config.
-    """
+    """Return the result's model without weights, patched; raise if it is of another model."""
     from rope_patch.entry_points import patch_rotation
     from rope_patch.pretrained.loading import empty_model
 

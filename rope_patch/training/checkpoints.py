@@ -409,11 +409,7 @@ def _saved_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _read(tensors: Tensors, names: Sequence[str], folder: Path) -> torch.Tensor:
-    """Return a tensor that has one of several names.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return a tensor that has one of several names."""
     for name in names:
         for key in (name, f"module.{name}"):  # DDP wraps the model in a module
             if key in tensors:

@@ -284,11 +284,9 @@ def _gather(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _possible_pairs(reference: Reference, maker: PromptMaker) -> list[ProbePrompt]:
-    """Return pairs of random tokens, with second ones that the model finds possible.
-
-    Of a large vocabulary, few are (an eighth of SmolLM2's). An engine and a reference that both
-    find a token impossible say nothing about noise.
-    """
+    """Return pairs of random tokens, with second ones that the model finds possible."""
+    # Of a large vocabulary, few are possible (an eighth of SmolLM2's). An engine and a reference
+    # that both find a token impossible say nothing about noise.
     vocabulary = torch.tensor(maker.vocabulary)
     pairs = []
     for pair in (maker.make(PAIR, 2) for _ in range(_PAIRS)):

@@ -273,14 +273,12 @@ class PackedRows(IterableDataset):
         return pieces
 
     def _padding_positions(self, pieces: list[Piece], padding: int) -> torch.Tensor:
-        """Return positions that continue the last document, so that no mask has one more document.
-
-        Where the rotation follows a row's longest position, they start anew at that of its longest
-        document, or at the trained length if that is more.
-        """
+        """Return positions that continue the last document, so that masks see no other one."""
         positions = torch.arange(padding) + len(pieces[-1].ids)
         if self._padding_limit is None:
             return positions
+        # The rotation follows a row's longest position: padding starts anew at that of the row's
+        # longest document, or at the trained length if that is more.
         return positions % max(self._padding_limit, *(len(piece.ids) for piece in pieces))
 
     def _padding_token(self) -> int:
@@ -536,11 +534,9 @@ def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class _OrderedSet:
-    """A set of integers from 0 to `largest` that finds the smallest one from any value on.
+    """A set of integers from 0 to `largest` that finds the smallest one from any value on."""
 
-    A tree of bit fields: a bit says whether the node below it has any.
-    """
-
+    # A tree of bit fields: a bit says whether the node below it has any.
     def __init__(self, largest: int) -> None:
         self._levels: list[list[int]] = []
         count = largest + 1

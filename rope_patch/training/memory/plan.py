@@ -236,14 +236,11 @@ def format_plan(
 
 
 def _read_config(settings: Any) -> Any:
-    """Return the config of a recipe's model.
-
-    Raises:
-        ValueError: It does not rotate: documents packed in a row would share its positions.
-    """
+    """Return the config of a recipe's model; raise if it does not rotate."""
     name = settings.extension.model
     config = read_config(demo.resolve_model_path(name))
     text = config.get_text_config(decoder=True)
+    # Documents packed in a row would share the positions of a model that does not rotate.
     if not getattr(text, "rope_parameters", None):
         raise Refused(
             f"recipes train models that rotate, and {name} ({text.model_type}) does not: train the "

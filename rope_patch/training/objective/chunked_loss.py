@@ -173,11 +173,7 @@ def install_loss(
 
 
 def _add_terms(swaps: UndoLog, causal: Any, head: nn.Module, objective: Objective) -> None:
-    """Make a model that computes all logits add the terms to its loss, if there are any.
-
-    Raises:
-        ValueError: The model does not call transformers' loss function.
-    """
+    """Make a model that computes all logits add the terms; raise if it computes its own loss."""
     if not objective.terms:
         return
     swaps.set(causal, "_loss_function", _chunked_loss_function(head, None, objective))
@@ -267,15 +263,9 @@ def _chunked_loss_function(
     inputs: list[torch.Tensor] | None = None,
     transform: LogitTransform = unchanged,
 ) -> Callable[..., torch.Tensor]:
-    """Return a loss function in the form of transformers'.
-
-    Args:
-        head: The model's head.
-        total_loss: The sum of cross-entropies in training; None for chunks with the terms.
-        objective: The terms.
-        inputs: Where the head leaves its input in training; None if it computes logits.
-        transform: What the model does with its head's output.
-    """
+    """Return a training loss in the form of transformers' loss functions."""
+    # Without `inputs`, where the head leaves its input in training, it computes logits. Without
+    # `total_loss`, a sum of cross-entropies, the chunks compute it together with the terms.
     whole = inputs is None
 
     def language_sums(

@@ -51,11 +51,7 @@ class PerplexityStatistics(RunResults):
 
     @cached_property
     def _block(self) -> int:
-        """Return the tokens of a block.
-
-        Raises:
-            ValueError: No document was measured.
-        """
+        """Return the tokens of a block; raise if no document was measured."""
         return int(self._measured["block"])
 
     @property
