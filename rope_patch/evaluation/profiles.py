@@ -42,7 +42,7 @@ class Profile:
     """The defaults of a comparison.
 
     Attributes:
-        tasks: See `Request.tasks`.
+        tasks: See `EvalRequest.tasks`.
         samples: Of each retrieval task at each length.
         per_text: Of these, the samples that share a text.
         short_samples: Of each ordinary short task.

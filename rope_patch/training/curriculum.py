@@ -33,7 +33,8 @@ def run_stages(settings: Settings, run_stage: Callable[[Settings], Path | None])
 
     Args:
         settings: A recipe with stages.
-        run_stage: Runs a stage's settings; `finetune` or `loop`.
+        run_stage: Runs a stage's settings: `finetune`, or `loop` of
+            `recipes/experiments/training_loop.py`.
 
     Returns:
         The finished model's folder, on the main process.
