@@ -131,13 +131,7 @@ class RetrievalRun:
 
     def _build(self, name: str, length: int, count: int, planted: bool = True) -> Any:
         request = self.session.request
-        metadata: dict[str, Any] = {"seed": request.seed, "chat": self.session.chat}
-        if request.per_text is not None:
-            metadata["per_text"] = request.per_text
-        if request.haystacks:
-            metadata["text"] = list(request.haystacks)
-        if request.questions:
-            metadata["questions"] = request.questions
+        metadata = request.sample_options(chat=self.session.chat)
         if not planted:
             metadata["planted"] = False
         tokenizer, depths = self.session.tokenizer, list(request.depths)

@@ -111,7 +111,7 @@ def recommend(
     from rope_patch.recommending.result import (
         SEARCH_FOLDER,
         Recommendation,
-        to_rows,
+        result_rows,
         verdict_sentence,
     )
     from rope_patch.recommending.sample_sets import BLOCK_SIZE
@@ -173,7 +173,7 @@ def recommend(
             choice = halving.run()
         finally:
             clock.close()
-        rows = to_rows(list(halving.rows.values()), choice)
+        rows = result_rows(list(halving.rows.values()), choice)
         search_folder = None if folder is None else str(Path(folder) / SEARCH_FOLDER)
         python = shell = ""
         if choice.name is not None:

@@ -20,6 +20,7 @@ from rope_patch.utils.errors import (
     markdown_block,
     markdown_code,
     markdown_prose,
+    markdown_table,
     one_line,
     text_html,
 )
@@ -109,14 +110,13 @@ class Recommendation:
         return folder / JSON_FILE
 
     def __str__(self) -> str:
-
-        return as_text(self)
+        return recommendation_text(self)
 
     def _repr_html_(self) -> str:
         return text_html(str(self))
 
 
-def to_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any]]:
+def result_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any]]:
     """Return all results of each method as plain data, see `Recommendation.rows`."""
     table = []
     plain = next(row for row in rows if row.variant.method is None)
@@ -128,7 +128,7 @@ def to_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any
                 "name": name,
                 "method": entry.method,
                 "options": dict(entry.options),
-                "status": status(row, choice),
+                "status": outcome_text(row, choice),
                 "engines": list(row.engines),
                 "everywhere": set(row.engines) >= set(plain.engines),
                 "long": _scores_to_dict(row.long),
@@ -143,7 +143,7 @@ def to_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any
     return table
 
 
-def status(row: VariantScores, choice: Choice) -> str:
+def outcome_text(row: VariantScores, choice: Choice) -> str:
     """Return a method's outcome in a few words."""
     name = row.variant.name
     if name == choice.name:
@@ -230,16 +230,16 @@ def verdict_sentence(
     )
 
 
-def as_text(recommendation: Recommendation) -> str:
+def recommendation_text(recommendation: Recommendation) -> str:
     """Return a recommendation as text for a terminal."""
-    lines = [_title(recommendation), "", recommendation.verdict]
+    lines = [_title_line(recommendation), "", recommendation.verdict]
     if recommendation.python:
         lines += ["", f"  {recommendation.python}"]
     if recommendation.shell:
         lines += [f"  {recommendation.shell}"]
     lines += [
         "",
-        *align(_table(recommendation)),
+        *align(_table_rows(recommendation)),
         "",
         *(f"- {reason}" for reason in recommendation.reasons),
     ]
@@ -249,9 +249,9 @@ def as_text(recommendation: Recommendation) -> str:
 
 def recommendation_markdown(recommendation: Recommendation) -> str:
     """Return a recommendation as a Markdown page."""
-    head, *rows = _table(recommendation)
+    rows = _table_rows(recommendation)
     lines = [
-        f"# {escape_markdown(_title(recommendation))}",
+        f"# {escape_markdown(_title_line(recommendation))}",
         "",
         f"**{markdown_prose(recommendation.verdict)}**",
         "",
@@ -259,11 +259,7 @@ def recommendation_markdown(recommendation: Recommendation) -> str:
     if recommendation.python:
         shell = [recommendation.shell] if recommendation.shell else []
         lines += [markdown_block("\n".join([recommendation.python, *shell])), ""]
-    lines += [
-        "| " + " | ".join(map(escape_markdown, head)) + " |",
-        "|:--" + "|--:" * (len(head) - 2) + "|:--|",
-    ]
-    lines += ["| " + " | ".join(map(escape_markdown, row)) + " |" for row in rows]
+    lines += markdown_table(rows, f"l{'r' * (len(rows[0]) - 2)}l")
     lines += ["", *(f"- {markdown_prose(reason)}" for reason in recommendation.reasons)]
     lines += [f"- not measured: {markdown_prose(why)}" for why in recommendation.not_measured]
     for note in (*_NOTES, _cost_line(recommendation)):
@@ -273,7 +269,7 @@ def recommendation_markdown(recommendation: Recommendation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _title(recommendation: Recommendation) -> str:
+def _title_line(recommendation: Recommendation) -> str:
     factor = recommendation.length / recommendation.trained_length
     return (
         f"{one_line(recommendation.model)}, from {recommendation.trained_length:,} to "
@@ -291,7 +287,7 @@ def _cost_line(recommendation: Recommendation) -> str:
     return f"{text}; {recommendation.seconds / 60:.3g} of {recommendation.budget:g} minutes."
 
 
-def _table(recommendation: Recommendation) -> list[list[str]]:
+def _table_rows(recommendation: Recommendation) -> list[list[str]]:
     head = [
         "method",
         f"right at {recommendation.length:,}",
@@ -304,10 +300,10 @@ def _table(recommendation: Recommendation) -> list[list[str]]:
         "samples",
         "",
     ]
-    return [head, *(_cells(row) for row in recommendation.rows)]
+    return [head, *(_method_cells(row) for row in recommendation.rows)]
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _method_cells(row: dict[str, Any]) -> list[str]:
     long, short = row["long"] or {}, row["short"] or {}
     price = row["price"] and _format_signed(row["price"]["nll"])
     prose = row["prose_price"] and _format_percent(row["prose_price"]["nll"])

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.utils import atomic_files
-from rope_patch.utils.figures import PALETTE, PAPER, STYLE, require_matplotlib, require_plot_path
+from rope_patch.utils.figures import (
+    PALETTE,
+    PAPER,
+    STYLE,
+    mark_critical_dimension,
+    require_matplotlib,
+    require_plot_path,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,18 +173,7 @@ def _mark_critical_dimension(axes: Axes, space: SearchSpace) -> None:
     pair = math.ceil(space.geometry.pair_with_rotations(1) - 1e-9)
     if not 0 < pair < space.pairs:
         return
-    axes.axvline(pair - 0.5, color=PAPER["m3"], lw=1.6, ls=(0, (5, 2)), zorder=2)
-    on_left = pair > space.pairs * 0.7
-    axes.annotate(
-        f"critical dimension: pair {pair}\nand later ones never turned once",
-        (pair - 0.5, 0),
-        (-6 if on_left else 6, 6),
-        xycoords=axes.get_xaxis_transform(),
-        textcoords="offset points",
-        color=PAPER["m3"],
-        ha="right" if on_left else "left",
-        va="bottom",
-    )
+    mark_critical_dimension(axes, pair, on_left=pair > space.pairs * 0.7, at_top=False)
 
 
 def _draw_history(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:

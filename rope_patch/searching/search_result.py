@@ -18,7 +18,7 @@ from rope_patch.methods.base import NO_ROTATION
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.fitness import Evaluation
 from rope_patch.utils import atomic_files
-from rope_patch.utils.checksums import json_digest, json_safe
+from rope_patch.utils.checksums import json_digest, json_safe, require_digest
 from rope_patch.utils.errors import Refused, parse_json, text_html
 from rope_patch.utils.terminal import SignedFormat, align
 
@@ -294,14 +294,7 @@ def _load_verified(path: Path) -> dict[str, Any]:
             else f"{path} is not the result of rope-patch search: expected format "
             f"{RESULT_FORMAT!r}, got {file_format!r}"
         )
-    body = {key: value for key, value in data.items() if key != "digest"}
-    expected = json_digest(body)
-    if data.get("digest") != expected:
-        raise ValueError(
-            f"{path} was changed after it was written: its contents have the digest {expected}, it "
-            f"says {data.get('digest')!r}; restore the file, or search again"
-        )
-    return body
+    return require_digest(data, path, "restore the file, or search again")
 
 
 def _parse_geometry(data: dict[str, Any]) -> Geometry:

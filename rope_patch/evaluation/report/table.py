@@ -86,6 +86,13 @@ def aligned_text(table: Table) -> str:
     return "\n".join([table.name, *aligned])
 
 
+def markdown_text(table: Table) -> str:
+    """Return a table in Markdown, without its name."""
+    head = [table.corner, *map(cell_text, table.columns)]
+    rows = [[row.name, *map(cell_text, row.cells)] for row in table.rows]
+    return "\n".join(errors.markdown_table([head, *rows], "l" + "r" * len(table.columns)))
+
+
 def cell_text(cell: Cell) -> str:
     """Return a cell's text with its note in brackets."""
     return f"{cell.text} ({cell.note})" if cell.note else cell.text
