@@ -32,13 +32,120 @@ from rope_patch.utils.errors import Refused
 if TYPE_CHECKING:
     from rope_patch.training.objective.distillation import Distillation
 
-
+logger = logging.getLogger("rope_patch")
 LogitTransform = Callable[[torch.Tensor], torch.Tensor]
+# (hidden [N, H], weight [V, H], targets [N], bias [V] or None) -> sum of losses
+_LossSum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+IGNORED = -100  # the target of a token without a loss
 
 
 def unchanged(logits: torch.Tensor) -> torch.Tensor:
     """Return the logits as they are: the transform of most models."""
     return logits
+
+
+def install_loss(
+    model: nn.Module, loss: str, objective: Objective | None = None
+) -> tuple[str, UndoLog]:
+    """Make a causal language model compute its training loss in chunks, with a recipe's terms.
+
+    Args:
+        model: The model before accelerate wraps it; PEFT may wrap it already.
+        loss: "full", "torch", "liger", or "auto": torch's, but "full" if this torch has none or
+            the model changes its logits after the head (soft caps, scales).
+        objective: The terms beside the cross-entropy, which are recorded there; None for none.
+
+    Returns:
+        The loss in use, and the undo log of the changes to the model.
+
+    Raises:
+        ValueError: The named loss is not available here.
+    """
+    swaps = UndoLog()
+    objective = Objective() if objective is None else objective
+    distillation = objective.distillation
+    causal = _unwrap_peft(model)
+    head = causal.get_output_embeddings()
+    if loss == "full" and distillation is None:
+        _add_terms(swaps, causal, head, objective)
+        return loss, swaps
+    inputs: list[torch.Tensor] = []
+    swaps.set(head, "forward", _pass_hidden_states(head, inputs))
+    transform = find_transform(causal, head)
+    name = "torch" if loss == "auto" else loss
+    problem = None if name == "full" else _unavailable_reason(name, objective)
+    if problem is None and name != "full" and transform is not unchanged:
+        problem = (
+            f"{type(causal).__name__} does more with its logits behind its head than to compute "
+            "transformers' loss, such as capping them, which chunks of tokens do not go through"
+        )
+    if problem is not None:
+        if loss != "auto":
+            swaps.undo()
+            raise ValueError(f"loss: {loss} cannot be had: {problem}; expected loss: full")
+        logger.info("all logits are computed at once: %s", problem)
+        name = "full"
+        if distillation is None:
+            swaps.undo()
+            _add_terms(swaps, causal, head, objective)
+            return name, swaps
+    if transform is None:
+        swaps.undo()
+        raise Refused(
+            f"distillation_weight: {type(causal).__name__} does more with its logits behind its "
+            "head than to cap or to scale them, which chunks of tokens do not go through: leave "
+            "distillation_weight out"
+        )
+    if distillation is not None:
+        distillation.transform = transform
+    total = _full_loss_sum(transform) if name == "full" else _LOSS_SUMS[name]
+    loss_function = _chunked_loss_function(
+        head, None if objective.terms else total, objective, inputs, transform
+    )
+    swaps.set(causal, "_loss_function", loss_function)
+    return name, swaps
+
+
+def _unwrap_peft(model: nn.Module) -> Any:
+    """Return the causal language model inside PEFT's wrapper, or the model itself."""
+    base = getattr(model, "get_base_model", None)
+    return model if base is None else base()
+
+
+def _add_terms(swaps: UndoLog, causal: Any, head: nn.Module, objective: Objective) -> None:
+    """Make a model that computes all logits add the terms; raise if it computes its own loss."""
+    if not objective.terms:
+        return
+    swaps.set(causal, "_loss_function", _chunked_loss_function(head, None, objective))
+    if not _logits_reach_loss(causal):
+        swaps.undo()
+        names = ", ".join(term.name for term in objective.terms)
+        raise ValueError(
+            f"{names} cannot be added: {type(causal).__name__} computes a loss of its own instead "
+            f"of transformers'; leave {names} out"
+        )
+
+
+def _logits_reach_loss(causal: Any) -> bool:
+    """Return whether the model calls its loss function, once, with logits."""
+    tensors: list[torch.Tensor] = []
+    probe_loss(causal, None, tensors.append)
+    return len(tensors) == 1
+
+
+def _pass_hidden_states(
+    head: nn.Module, inputs: list[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a forward that passes its input on in training, and leaves it in a list."""
+    plain = head.forward
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if not head.training:
+            return plain(hidden)
+        inputs[:] = [hidden]
+        return hidden
+
+    return forward
 
 
 def find_transform(causal: Any, head: nn.Module) -> LogitTransform | None:
@@ -104,120 +211,6 @@ def probe_loss(
             module.training = training
 
 
-logger = logging.getLogger("rope_patch")
-
-# (hidden [N, H], weight [V, H], targets [N], bias [V] or None) -> sum of losses
-_LossSum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
-
-
-def install_loss(
-    model: nn.Module, loss: str, objective: Objective | None = None
-) -> tuple[str, UndoLog]:
-    """Make a causal language model compute its training loss in chunks, with a recipe's terms.
-
-    Args:
-        model: The model before accelerate wraps it; PEFT may wrap it already.
-        loss: "full", "torch", "liger", or "auto": torch's, but "full" if this torch has none or
-            the model changes its logits after the head (soft caps, scales).
-        objective: The terms beside the cross-entropy, which are recorded there; None for none.
-
-    Returns:
-        The loss in use, and the undo log of the changes to the model.
-
-    Raises:
-        ValueError: The named loss is not available here.
-    """
-    swaps = UndoLog()
-    objective = Objective() if objective is None else objective
-    distillation = objective.distillation
-    causal = _unwrap_peft(model)
-    head = causal.get_output_embeddings()
-    if loss == "full" and distillation is None:
-        _add_terms(swaps, causal, head, objective)
-        return loss, swaps
-    inputs: list[torch.Tensor] = []
-    swaps.set(head, "forward", _pass_hidden_states(head, inputs))
-    transform = find_transform(causal, head)
-    name = "torch" if loss == "auto" else loss
-    problem = None if name == "full" else _unavailable_reason(name, objective)
-    if problem is None and name != "full" and transform is not unchanged:
-        problem = (
-            f"{type(causal).__name__} does more with its logits behind its head than to compute "
-            "transformers' loss, such as capping them, which chunks of tokens do not go through"
-        )
-    if problem is not None:
-        if loss != "auto":
-            swaps.undo()
-            raise ValueError(f"loss: {loss} cannot be had: {problem}; expected loss: full")
-        logger.info("all logits are computed at once: %s", problem)
-        name = "full"
-        if distillation is None:
-            swaps.undo()
-            _add_terms(swaps, causal, head, objective)
-            return name, swaps
-    if transform is None:
-        swaps.undo()
-        raise Refused(
-            f"distillation_weight: {type(causal).__name__} does more with its logits behind its "
-            "head than to cap or to scale them, which chunks of tokens do not go through: leave "
-            "distillation_weight out"
-        )
-    if distillation is not None:
-        distillation.transform = transform
-    total = _full_loss_sum(transform) if name == "full" else _LOSS_SUMS[name]
-    loss_function = _chunked_loss_function(
-        head, None if objective.terms else total, objective, inputs, transform
-    )
-    swaps.set(causal, "_loss_function", loss_function)
-    return name, swaps
-
-
-def _add_terms(swaps: UndoLog, causal: Any, head: nn.Module, objective: Objective) -> None:
-    """Make a model that computes all logits add the terms; raise if it computes its own loss."""
-    if not objective.terms:
-        return
-    swaps.set(causal, "_loss_function", _chunked_loss_function(head, None, objective))
-    if not _logits_reach_loss(causal):
-        swaps.undo()
-        names = ", ".join(term.name for term in objective.terms)
-        raise ValueError(
-            f"{names} cannot be added: {type(causal).__name__} computes a loss of its own instead "
-            f"of transformers'; leave {names} out"
-        )
-
-
-def _full_loss_sum(transform: LogitTransform) -> _LossSum:
-    def loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
-        logits = functional.linear(hidden, weight, bias)
-        logits = transform(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-        return functional.cross_entropy(logits, targets, reduction="sum")
-
-    return loss_sum
-
-
-def _torch_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
-    # In 16 bits torch would round the sum as well; rounded per-token losses have no bias.
-    sums = hidden.dtype == torch.float32
-    losses = functional.linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        linear_bias=bias,
-        reduction="sum" if sums else "none",
-        options=torch.nn.LinearCrossEntropyOptions(),
-    )
-    return losses if sums else losses.float().sum()
-
-
-def _liger_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    return liger_fused_linear_cross_entropy(hidden, weight, targets, bias, reduction="sum")
-
-
-_LOSS_SUMS: dict[str, _LossSum] = {"torch": _torch_loss_sum, "liger": _liger_loss_sum}
-
-
 def _unavailable_reason(name: str, objective: Objective) -> str | None:
     """Return why a loss is not available here, or None."""
     names = ", ".join(term.name for term in objective.terms)
@@ -233,27 +226,6 @@ def _unavailable_reason(name: str, objective: Objective) -> str | None:
         except ImportError:
             return "liger-kernel is not installed (pip install liger-kernel)"
     return None
-
-
-def _unwrap_peft(model: nn.Module) -> Any:
-    """Return the causal language model inside PEFT's wrapper, or the model itself."""
-    base = getattr(model, "get_base_model", None)
-    return model if base is None else base()
-
-
-def _pass_hidden_states(
-    head: nn.Module, inputs: list[torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a forward that passes its input on in training, and leaves it in a list."""
-    plain = head.forward
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        if not head.training:
-            return plain(hidden)
-        inputs[:] = [hidden]
-        return hidden
-
-    return forward
 
 
 def _chunked_loss_function(
@@ -330,14 +302,76 @@ def _chunked_loss_function(
     return loss_function
 
 
-def _logits_reach_loss(causal: Any) -> bool:
-    """Return whether the model calls its loss function, once, with logits."""
-    tensors: list[torch.Tensor] = []
-    probe_loss(causal, None, tensors.append)
-    return len(tensors) == 1
+def _full_loss_sum(transform: LogitTransform) -> _LossSum:
+    def loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
+        logits = functional.linear(hidden, weight, bias)
+        logits = transform(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+        return functional.cross_entropy(logits, targets, reduction="sum")
+
+    return loss_sum
 
 
-IGNORED = -100  # the target of a token without a loss
+def _torch_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
+    # In 16 bits torch would round the sum as well; rounded per-token losses have no bias.
+    sums = hidden.dtype == torch.float32
+    losses = functional.linear_cross_entropy(
+        hidden,
+        weight,
+        targets,
+        linear_bias=bias,
+        reduction="sum" if sums else "none",
+        options=torch.nn.LinearCrossEntropyOptions(),
+    )
+    return losses if sums else losses.float().sum()
+
+
+def _liger_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(hidden, weight, targets, bias, reduction="sum")
+
+
+_LOSS_SUMS: dict[str, _LossSum] = {"torch": _torch_loss_sum, "liger": _liger_loss_sum}
+
+
+class Objective:
+    """A recipe's terms beside the cross-entropy, and their values since they were last read.
+
+    Args:
+        terms: The terms.
+        distillation: What takes the cross-entropy's place in distilled rows, or None.
+
+    Attributes:
+        terms: The terms.
+        distillation: The distillation.
+    """
+
+    def __init__(
+        self, terms: Iterable[Term] = (), distillation: Distillation | None = None
+    ) -> None:
+        self.terms, self.distillation = list(terms), distillation
+        self._values: list[torch.Tensor] = []  # per forward pass, [terms]
+
+    def record(self, values: torch.Tensor) -> None:
+        """Record each term's share of the loss of one forward pass, `[terms]`."""
+        self._values.append(values.detach())
+
+    def read(self, accelerator: Any, reduction: str = "sum") -> dict[str, float]:
+        """Return each term's share of a step's loss by name, over all processes, and forget it.
+
+        Args:
+            accelerator: accelerate's Accelerator; every process must call this.
+            reduction: "sum" if losses are divided by the targets of all processes, "mean" if by
+                those of each.
+        """
+        distilled = {} if self.distillation is None else self.distillation.step_metrics()
+        if not self.terms:
+            return distilled
+        total = torch.stack(self._values).sum(0)
+        self._values = []
+        values = accelerator.reduce(total, reduction=reduction).tolist()
+        shares = {term.name: value for term, value in zip(self.terms, values, strict=True)}
+        return shares | distilled
 
 
 @dataclass(frozen=True)
@@ -388,53 +422,6 @@ class Term(ABC):
         """
 
 
-def cross_entropy(chunk: Chunk) -> torch.Tensor:
-    """Return the sum of a chunk's cross-entropies."""
-    targets = chunk.targets.where(chunk.counted, 0)
-    target_logits = chunk.logits.gather(-1, targets[:, None]).squeeze(-1)
-    return chunk.sum_counted(chunk.log_normalizer - target_logits)
-
-
-class Objective:
-    """A recipe's terms beside the cross-entropy, and their values since they were last read.
-
-    Args:
-        terms: The terms.
-        distillation: What takes the cross-entropy's place in distilled rows, or None.
-
-    Attributes:
-        terms: The terms.
-        distillation: The distillation.
-    """
-
-    def __init__(
-        self, terms: Iterable[Term] = (), distillation: Distillation | None = None
-    ) -> None:
-        self.terms, self.distillation = list(terms), distillation
-        self._values: list[torch.Tensor] = []  # per forward pass, [terms]
-
-    def record(self, values: torch.Tensor) -> None:
-        """Record each term's share of the loss of one forward pass, `[terms]`."""
-        self._values.append(values.detach())
-
-    def read(self, accelerator: Any, reduction: str = "sum") -> dict[str, float]:
-        """Return each term's share of a step's loss by name, over all processes, and forget it.
-
-        Args:
-            accelerator: accelerate's Accelerator; every process must call this.
-            reduction: "sum" if losses are divided by the targets of all processes, "mean" if by
-                those of each.
-        """
-        distilled = {} if self.distillation is None else self.distillation.step_metrics()
-        if not self.terms:
-            return distilled
-        total = torch.stack(self._values).sum(0)
-        self._values = []
-        values = accelerator.reduce(total, reduction=reduction).tolist()
-        shares = {term.name: value for term, value in zip(self.terms, values, strict=True)}
-        return shares | distilled
-
-
 class ZLoss(Term):
     """coefficient × (log Z)², the mean over all targets.
 
@@ -453,6 +440,13 @@ class ZLoss(Term):
     def total(self, chunk: Chunk) -> torch.Tensor:
         """Return the weighted sum of squares; see `Term`."""
         return self.coefficient * chunk.sum_counted(chunk.log_normalizer.square())
+
+
+def cross_entropy(chunk: Chunk) -> torch.Tensor:
+    """Return the sum of a chunk's cross-entropies."""
+    targets = chunk.targets.where(chunk.counted, 0)
+    target_logits = chunk.logits.gather(-1, targets[:, None]).squeeze(-1)
+    return chunk.sum_counted(chunk.log_normalizer - target_logits)
 
 
 MIN_CHUNK = 128  # tokens; smaller products with the head are slow
