@@ -17,6 +17,7 @@ from rope_patch.evaluation.report.table import (
     Row,
     Table,
     aligned_text,
+    join_words,
     length_groups,
     length_heads,
     n_text,
@@ -284,12 +285,12 @@ def _text_sentences(results: LabResults) -> list[str]:
     times = f"{longest / trained:g} times the trained length"
     sentences = []
     if flat:
-        sentences.append(f"At {times} {_join_names(flat)} lose less than {_FLAT} nats a character.")
+        sentences.append(f"At {times} {join_words(flat)} lose less than {_FLAT} nats a character.")
     if worse:
         names = [f"{name} +{gap:.2f}" for gap, name in sorted(worse)]
-        sentences.append(f"More is lost by {_join_names(names)}.")
+        sentences.append(f"More is lost by {join_words(names)}.")
     if unclear:
-        sentences.append(f"It cannot be told of {_join_names(unclear)}.")
+        sentences.append(f"It cannot be told of {join_words(unclear)}.")
     return sentences
 
 
@@ -308,7 +309,7 @@ def _recall_sentences(results: LabResults) -> list[str]:
     if not clear:
         return [f"At {longest:,} tokens no encoding is shown to recall more than a guess does."]
     return [
-        f"At {longest:,} tokens {_join_names([text for _, text in sorted(clear)])} are recalled."
+        f"At {longest:,} tokens {join_words([text for _, text in sorted(clear)])} are recalled."
     ]
 
 
@@ -326,10 +327,6 @@ def _published_sentence(results: LabResults, findings: Sequence[Finding]) -> str
         f"Of {measured} published statements {counts[AGREES]} agree, {counts[DISAGREES]} disagree "
         f"and {counts[UNCLEAR]} cannot be told."
     )
-
-
-def _join_names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def length_table(results: LabResults, task: str, quantity: str, name: str) -> Table:

@@ -23,9 +23,11 @@ from rope_patch.evaluation.report.table import (
     Table,
     cell_text,
     change_with_interval,
+    first_few,
     is_unknown,
-    loss_cell,
+    join_words,
     n_text,
+    nats_cell,
     percent,
     percent_range,
     perplexity_with_interval,
@@ -180,7 +182,7 @@ def _long_perplexity_sentences(stats: RunStatistics, ranking: Ranking) -> Iterat
         f"{perplexity_with_interval(measured[label], with_n=True)} {_method_phrase(stats, label)}"
         for label in measured
     ]
-    yield f"Beyond its trained {trained} tokens the model's perplexity is {_join_words(texts)}."
+    yield f"Beyond its trained {trained} tokens the model's perplexity is {_join_first_few(texts)}."
     changes = {label: stats.ratio_to_control(label) for label in measured}
     texts = [
         f"{change_with_interval(change, with_n=True)} {_method_phrase(stats, label)}"
@@ -190,24 +192,22 @@ def _long_perplexity_sentences(stats: RunStatistics, ranking: Ranking) -> Iterat
     if texts and stats.control_record:
         context = f"{stats.control_record['context']:,}"
         control = f"the control, which reads only the last {context} tokens"
-        yield f"Against {control}, it is {_join_words(texts)}."
+        yield f"Against {control}, it is {_join_first_few(texts)}."
 
 
 def _method_phrase(stats: RunStatistics, label: str) -> str:
     return "without a patch" if label == stats.plain else f"with {stats.names[label]}"
 
 
-def _join_words(texts: list[str]) -> str:
+def _join_first_few(texts: list[str]) -> str:
     if len(texts) > _MAX_LISTED:
         *some, rest = _first_few(texts)
         return f"{', '.join(some)}; {rest}"
-    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+    return join_words(texts)
 
 
 def _first_few(texts: list[str]) -> list[str]:
-    """Return the first texts, and how many more there are."""
-    left = len(texts) - _MAX_LISTED
-    return [*texts[:_MAX_LISTED], f"the tables show {left} more"] if left > 0 else texts
+    return first_few(texts, _MAX_LISTED, "the tables show {} more")
 
 
 def _short_context_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:
@@ -378,7 +378,7 @@ def _decisive_loss_cell(stats: RunStatistics, label: str) -> Cell:
     loss = stats.answer_loss(label, stats.verdict_length) if stats.verdict_length else None
     if loss is None:
         return Cell(text=NOTHING)
-    cell = loss_cell(loss)
+    cell = nats_cell(loss)
     return replace(cell, note=cell.note or "no interval")
 
 

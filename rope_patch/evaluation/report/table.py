@@ -98,7 +98,7 @@ def cell_text(cell: Cell) -> str:
     return f"{cell.text} ({cell.note})" if cell.note else cell.text
 
 
-def loss_cell(loss: ClusteredMean | None, more: str = "", *, beyond: bool = False) -> Cell:
+def nats_cell(loss: ClusteredMean | None, more: str = "", *, beyond: bool = False) -> Cell:
     """Return a loss in nats a token with its interval.
 
     Args:
@@ -190,6 +190,18 @@ _MANY_TIMES = 3  # a ratio from which on "times" reads better than a percentage
 def one_line(text: Any) -> str:
     """Return any text as one printable line, however long."""
     return errors.one_line(text, max_length=None)
+
+
+def join_words(texts: Sequence[str]) -> str:
+    """Return texts as a list within a sentence: a, b and c."""
+    *others, last = texts
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def first_few(texts: Sequence[str], most: int, more: str = "{} more") -> list[str]:
+    """Return the first texts, and how many others there are: a, b, 3 more."""
+    left = len(texts) - most
+    return [*texts[:most], more.format(left)] if left > 0 else list(texts)
 
 
 def filter_mark(text: str) -> str:

@@ -16,10 +16,11 @@ from rope_patch.evaluation.report.table import (
     Row,
     Table,
     filter_mark,
+    first_few,
     length_groups,
     length_heads,
-    loss_cell,
     n_text,
+    nats_cell,
     one_line,
     p_text,
     percent,
@@ -371,7 +372,7 @@ def representative_positions(stats: RunStatistics) -> list[int]:
 
 def _answer_loss_cell(loss: ClusteredMean | None, *, beyond: bool) -> Cell:
     more = "" if loss is None else f" (perplexity {_token_perplexity(loss.mean.estimate)})"
-    return loss_cell(loss, more, beyond=beyond)
+    return nats_cell(loss, more, beyond=beyond)
 
 
 def _token_perplexity(nats: float) -> str:
@@ -597,9 +598,7 @@ def failure_lines(stats: RunStatistics) -> list[str]:
         lines.append(
             one_line(f"{task_name(task)}, {stats.names[label]}: {count} ({names}): {reason}")
         )
-    return lines[:_MAX_FAILURES] + [f"{len(lines) - _MAX_FAILURES} more"] * (
-        len(lines) > _MAX_FAILURES
-    )
+    return first_few(lines, _MAX_FAILURES)
 
 
 def size_text(size: int | None) -> str:

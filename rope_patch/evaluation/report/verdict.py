@@ -23,6 +23,7 @@ from rope_patch.evaluation.report.table import (
     Table,
     change_with_interval,
     filter_mark,
+    first_few,
     n_text,
     nats_range,
     nats_text,
@@ -582,8 +583,7 @@ def gap_sentence(missing: list[str]) -> str:
         missing: From `find_gaps`; not empty.
     """
     names = [note.partition(": ")[0] for note in missing]
-    more = max(0, len(names) - _MAX_LISTED_GAPS)
-    shown = names[:_MAX_LISTED_GAPS] + [f"{more} more"] * (more > 0)
+    shown = first_few(names, _MAX_LISTED_GAPS)
     parts = "1 part was" if len(names) == 1 else f"{len(names)} parts were"
     return (
         f"Incomplete: {parts} not measured ({'; '.join(shown)}); the same command tries again, and "
