@@ -255,7 +255,7 @@ def measure_noise(
     noise = _difference(observed, reference.plain_log_probs(answered))
     # Attention sinks (gpt-oss) share that weight; the attention factor decides how much they get.
     if noise > _QUIET:
-        by_factor = {_attention_factors(each): each for each in reversed(hypotheses)}
+        by_factor = {_factors_of(each): each for each in reversed(hypotheses)}
         noise = min(
             noise,
             *(
@@ -303,7 +303,7 @@ def _difference(observed: torch.Tensor, expected: torch.Tensor) -> float:
     return float((observed.clamp(min=LEAST) - expected.clamp(min=LEAST)).abs().mean())
 
 
-def _attention_factors(hypothesis: Hypothesis) -> tuple[float, ...]:
+def _factors_of(hypothesis: Hypothesis) -> tuple[float, ...]:
     rotation = hypothesis.rotation(2)
     factors = [each.attention_factor for each in rotation.frequencies.values()]
     return (*factors, rotation.softmax_mscale)

@@ -332,8 +332,8 @@ def draw_panels(name: str, question: str, alt: str, panels: list[Panel]) -> Pict
         alt: What it shows, for those who do not see it.
         panels: At least one.
     """
-    labels = max((_labels(panel) for panel in panels), key=len)
-    longest = max(len(label) for panel in panels for label, _, _ in _labels(panel))
+    labels = max((_line_labels(panel) for panel in panels), key=len)
+    longest = max(len(label) for panel in panels for label, _, _ in _line_labels(panel))
 
     def paint(width: int) -> Figure:
         wide = width == WIDE_WIDTH
@@ -359,7 +359,7 @@ def draw_panels(name: str, question: str, alt: str, panels: list[Panel]) -> Pict
             if direct:
                 _label_line_ends(axes, panel, roof, high)
             else:
-                shown = [(handles[line.label], text) for text, _, line in _labels(panel)]
+                shown = [(handles[line.label], text) for text, _, line in _line_labels(panel)]
                 # With a space in front, because matplotlib leaves out labels that start with a _.
                 texts = [" " + _abbreviate(text, 100 if wide else 38) for _, text in shown]
                 corner = (52 / width, (bottom - 52) / total)
@@ -370,7 +370,7 @@ def draw_panels(name: str, question: str, alt: str, panels: list[Panel]) -> Pict
     return render_picture(name, alt, paint)
 
 
-def _labels(panel: Panel) -> list[tuple[str, str, Line]]:
+def _line_labels(panel: Panel) -> list[tuple[str, str, Line]]:
     """Return each label with its colour and line; all grey lines have one together."""
     labels = [(line.label, line.key, line) for line in panel.lines if line.key != REST]
     rest = [line for line in panel.lines if line.key == REST]
@@ -516,7 +516,7 @@ def _label_line_ends(axes: Axes, panel: Panel, roof: float, high: float) -> None
     """Write each label to the right of its line's last point, without overlaps."""
     gap, at = 1.35 * FONT / high, -1.0
     ends = []
-    for text, key, line in _labels(panel):
+    for text, key, line in _line_labels(panel):
         last = next((y for _, y in reversed(line.points) if not math.isnan(y)), roof)
         spot = axes.transAxes.inverted().transform(axes.transData.transform((1, min(last, roof))))
         ends.append((float(spot[1]), text, key, line))
