@@ -21,7 +21,7 @@ BUDGETS = {
     "cli": (3_050, 24),
     "diagnosing": (2_950, 10),
     "encodings": (4_150, 19),
-    "evaluation": (10_300, 33),
+    "evaluation": (10_250, 33),
     "exporting": (2_350, 14),
     "extending": (1_700, 9),
     "inference": (1_300, 6),

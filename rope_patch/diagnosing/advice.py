@@ -1,4 +1,10 @@
-"""Recommendation for a target length: a few sourced rules, and lines of code checked by `check`."""
+"""Recommend a method for a target length, by a few sourced rules and without measuring.
+
+In come the facts and findings of a diagnosis, and a table of pairs for each layer type; out comes
+`Advice`: what to do, the reasons with their sources, and lines of code that `check` has checked on
+the model. `build_pair_table` compares a layer type's pairs before and after an extension, with the
+bounds on the base that two papers give (`base_bound`, `critical_base`).
+"""
 
 from __future__ import annotations
 
@@ -445,10 +451,10 @@ class PairTable:
             if there is none.
         attention_factor: The method's multiplier of cos and sin.
         yarn_attention_factor: YaRN's attention factor for the target length.
-        base_bound: The smallest base for the target length (`base_bounds.base_bound`); None if
+        base_bound: The smallest base for the target length (`base_bound`); None if
             there is none or the length is too large to search.
         critical_base: The base that keeps the critical pair within its trained angles at the target
-            length (`base_bounds.critical_base`); None if the trained length is too short, or the
+            length (`critical_base`); None if the trained length is too short, or the
             geometry is already scaled.
         pairs: Every rotated pair.
     """

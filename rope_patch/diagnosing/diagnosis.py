@@ -16,6 +16,7 @@ from rope_patch.utils.figures import (
     PAPER,
     canvas,
     legend_label,
+    mark_critical_dimension,
     require_plot_path,
     write_figure,
 )
@@ -233,18 +234,8 @@ def _draw_panel(
     _draw_lengths(axes, trained, target, low)
     critical = rotation.critical_dimension
     if critical < len(rotation.pairs):
-        axes.axvline(critical - 0.5, color=PAPER["m3"], lw=1.6, ls=(0, (5, 2)), zorder=2)
         on_left = critical > len(rotation.pairs) / 2
-        axes.annotate(
-            f"critical dimension: pair {critical}\nand later ones never turned once",
-            (critical - 0.5, 1),
-            (-6 if on_left else 6, -6),
-            xycoords=axes.get_xaxis_transform(),
-            textcoords="offset points",
-            color=PAPER["m3"],
-            ha="right" if on_left else "left",
-            va="top",
-        )
+        mark_critical_dimension(axes, critical, on_left=on_left, at_top=True)
     name = diagnosis.model_type + (f", {layer_type.replace('_', ' ')}" if layer_type else "")
     title = f"{name}: {diagnosis.method}, at {target:,} tokens" + (
         f", attention factor {rotation.attention_factor:.4g}" if changed else ""

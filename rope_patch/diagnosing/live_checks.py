@@ -90,23 +90,13 @@ def _check_buffers(facts: Facts, rotary: RotaryModule) -> Iterator[Finding]:
 def _overwritten(
     module: Any, prefix: str, name: str, built: str, live: Frequencies, layer: LayerFacts
 ) -> str | None:
-    """Return what was written over a module's rotation; None if its config may have changed.
-
-    transformers keeps a second copy of what it computed when it built the module. Where one of the
-    two fits the config, the config is as it was.
-
-    Args:
-        module: The rotary module.
-        prefix: The layer type's prefix within it.
-        name: The buffer that was compared.
-        built: The rope_type that the module was built with.
-        live: The buffer's frequencies, with the module's attention factor.
-        layer: Facts about the layer type.
-    """
+    """Return what was written over a module's rotation; None if its config may have changed."""
     exact = layer.actual
     assert exact is not None
     if built != layer.scaling:
         return None
+    # transformers keeps a second copy of what it computed when it built the module. Where one of
+    # the two fits the config, the config is as it was.
     other = "inv_freq" if name.endswith("original_inv_freq") else "original_inv_freq"
     copy = getattr(module, f"{prefix}{other}", None)
     as_built = isinstance(copy, torch.Tensor) and Frequencies(

@@ -234,15 +234,11 @@ logger = logging.getLogger("rope_patch")
 
 @dataclass(frozen=True)
 class _Bundle:
-    """Questions whose prompts begin alike.
+    """Questions whose prompts begin alike."""
 
-    Attributes:
-        written: Their answers are generated; they may be decoded in one batch.
-        scored: Their targets are scored; a list for each prompt, with no other prompt than those of
-            `written` if there are any.
-    """
-
-    written: list[Question]
+    written: list[Question]  # their answers are generated, possibly in one batch
+    # Their targets are scored; a list for each prompt, with no other prompt than those of `written`
+    # if there are any.
     scored: list[list[Question]]
 
     def questions(self) -> list[Question]:
@@ -335,13 +331,11 @@ class AnswerRun:
         return [part for part in parts if self._answers.missing(part.questions())]
 
     def _split(self, group: list[Question], answerer: Answerer) -> list[list[Question]]:
-        """Return the parts of a group that are computed together.
-
-        A part depends on the questions alone. After a failure, though, only the failed ones are
-        asked again, each on its own, as the others were when it failed.
-        """
+        """Return the parts of a group that are computed together."""
         if not group:
             return []
+        # A part depends on the questions alone. After a failure, though, only the failed ones are
+        # asked again, each on its own, as the others were when it failed.
         failed = any(self._answers.has_failed(q.key) for q in group)
         size = 1 if failed else answerer.batch_size(group)
         return [group[i : i + size] for i in range(0, len(group), size)]

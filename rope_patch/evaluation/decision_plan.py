@@ -164,16 +164,7 @@ def _accuracy_sentences(planned: Planned, length: int, trained_length: int) -> I
 def _perfect_retention(
     planned: Planned, counts: Mapping[tuple[str, int], int], trained_length: int
 ) -> float | None:
-    """Return the lower bound of retention at the longest length if every answer is right.
-
-    Args:
-        planned: The samples of each task and length.
-        counts: Samples to take instead, with as many to a text.
-        trained_length: Tokens.
-
-    Returns:
-        The bound; None if retention is not defined, such as without a shorter length.
-    """
+    """Return retention's lower bound at the longest length if every answer is right, or None."""
     by_task: dict[str, list[dict[str, Any]]] = {}
     for (task, length), samples in planned.items():
         per_text = math.ceil(len(samples) / len({sample["text"] for sample in samples}))

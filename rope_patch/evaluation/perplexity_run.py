@@ -14,12 +14,7 @@ from rope_patch.tasks import texts
 
 
 class _PassLosses(TypedDict):
-    """The losses of one pass over a document, in nats.
-
-    Attributes:
-        blocks: The mean of each block.
-        keys: The loss of each key token.
-    """
+    """The losses of one pass over a document in nats: each block's mean, and each key token's."""
 
     blocks: list[float]
     keys: list[float]

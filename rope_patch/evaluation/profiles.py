@@ -1,4 +1,9 @@
-"""Profiles: how thorough a comparison is, its default lengths, and its request."""
+"""Fill in the request of a comparison: methods, lengths, tasks and samples that were not given.
+
+`comparison_request` takes a model, methods and any fields of `EvalRequest`, and returns the whole
+request. What is left out comes from a profile, `quick`, `standard` or `paper`: how thorough the
+comparison is. Default lengths follow from the trained length and the target.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +42,7 @@ class Profile:
     """The defaults of a comparison.
 
     Attributes:
-        tasks: See `Request.tasks`.
+        tasks: See `EvalRequest.tasks`.
         samples: Of each retrieval task at each length.
         per_text: Of these, the samples that share a text.
         short_samples: Of each ordinary short task.
@@ -51,8 +56,8 @@ class Profile:
     texts: tuple[str, ...]
 
 
-_THOROUGH: tuple[str, ...] = ("rp_ruler", "rp_hard", "rp_hard_ll", "rp_choice")
-_THOROUGH += (PERPLEXITY, KEY_TOKENS, SHORT, SPEED)
+_RETRIEVAL = ("rp_ruler", "rp_hard", "rp_hard_ll", "rp_choice")
+_THOROUGH = (*_RETRIEVAL, PERPLEXITY, KEY_TOKENS, SHORT, SPEED)
 _RECALL = ("rp_recall_ll", "rp_recall_mc")
 _NOVELS = ("emma", "mansfield_park", "pride_and_prejudice", "sense_and_sensibility")
 PROFILES = {
@@ -71,85 +76,6 @@ PROFILES = {
         (*_THOROUGH, SLIDING), samples=500, per_text=4, short_samples=500, texts=_NOVELS
     ),
 }
-
-
-def choose_profile(name: str | None) -> Profile:
-    """Return the profile of that name, or else the one for this machine, and log it.
-
-    Raises:
-        ValueError: No profile has that name.
-    """
-    if name is None:
-        name = "standard" if torch.cuda.is_available() else "quick"
-        logger.info("profile: %s (--profile %s)", name, " | ".join(PROFILES))
-    if name not in PROFILES:
-        hint = did_you_mean(name, PROFILES)
-        raise ValueError(f"unknown profile {name!r}{hint}; expected one of {', '.join(PROFILES)}")
-    return PROFILES[name]
-
-
-def fit_tasks(
-    chosen: tuple[str, ...], model: str, gguf_file: str | None, shortest: int, chat: str = "auto"
-) -> tuple[str, ...]:
-    """Return a profile's tasks; those without room in the shortest length give way to recall.
-
-    What gives way is then said on stderr.
-
-    Args:
-        chosen: Of a profile.
-        model: A folder, a name, or `demo`.
-        gguf_file: The GGUF file within the model's folder.
-        shortest: Of the lengths, in tokens.
-        chat: See `EvalRequest.chat_template`.
-    """
-    expanded = tasks.expand(list(chosen))
-    tokenizer = read_tokenizer(demo.resolve_model_path(model), gguf_file=gguf_file)
-    in_chat = chat_template.resolve(chat, tokenizer)
-    least: dict[str, int] = {}
-    for name in expanded:
-        if name in tasks.names():
-            try:
-                lm_eval_tasks.build(name, tokenizer, [shortest], 1, [50], chat=in_chat)
-            except TooShort as error:
-                least[name] = error.least
-    if not least:
-        return chosen
-    logger.warning(
-        "at %s tokens there is no room for %s (%s tokens or more): asking for word pairs instead "
-        "(%s)",
-        f"{shortest:,}",
-        ", ".join(least),
-        f"{min(least.values()):,}",
-        ", ".join(_RECALL),
-    )
-    return (*_RECALL, *(name for name in expanded if name not in least))
-
-
-def default_lengths(
-    model: str,
-    factor: float | None,
-    length: int | None,
-    trained_length: int | None,
-    start: str,
-    gguf_file: str | None,
-) -> tuple[int, ...]:
-    """Return half the trained length, its doubles up to the target, and the target.
-
-    Without a factor or length (methods that follow the length need none) up to twice of it.
-    """
-    config = read_config(demo.resolve_model_path(model), gguf_file=gguf_file)
-    _, trained = model_lengths(model, config, trained_length, start)
-    longest = 2 * trained
-    if factor is not None or length is not None:
-        _, longest = resolve_factor_and_length(factor, length, trained)
-    lengths = {trained // 2, trained, longest}
-    doubled = 2 * trained
-    while doubled < longest:
-        lengths.add(doubled)
-        doubled *= 2
-    return tuple(sorted(lengths))
-
-
 DEFAULT_METHODS = ("linear", "ntk", "yarn", "dynamic-yarn")
 _DEPTHS = (10, 30, 50, 70, 90)  # percent
 
@@ -212,3 +138,80 @@ def comparison_request(
         ),
         **{**fields, **defaults, **given},
     )
+
+
+def choose_profile(name: str | None) -> Profile:
+    """Return the profile of that name, or else the one for this machine, and log it.
+
+    Raises:
+        ValueError: No profile has that name.
+    """
+    if name is None:
+        name = "standard" if torch.cuda.is_available() else "quick"
+        logger.info("profile: %s (--profile %s)", name, " | ".join(PROFILES))
+    if name not in PROFILES:
+        hint = did_you_mean(name, PROFILES)
+        raise ValueError(f"unknown profile {name!r}{hint}; expected one of {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+def default_lengths(
+    model: str,
+    factor: float | None,
+    length: int | None,
+    trained_length: int | None,
+    start: str,
+    gguf_file: str | None,
+) -> tuple[int, ...]:
+    """Return half the trained length, its doubles up to the target, and the target.
+
+    Without a factor or length (methods that follow the length need none) up to twice of it.
+    """
+    config = read_config(demo.resolve_model_path(model), gguf_file=gguf_file)
+    _, trained = model_lengths(model, config, trained_length, start)
+    longest = 2 * trained
+    if factor is not None or length is not None:
+        _, longest = resolve_factor_and_length(factor, length, trained)
+    lengths = {trained // 2, trained, longest}
+    doubled = 2 * trained
+    while doubled < longest:
+        lengths.add(doubled)
+        doubled *= 2
+    return tuple(sorted(lengths))
+
+
+def fit_tasks(
+    chosen: tuple[str, ...], model: str, gguf_file: str | None, shortest: int, chat: str = "auto"
+) -> tuple[str, ...]:
+    """Return a profile's tasks; those without room in the shortest length give way to recall.
+
+    What gives way is then said on stderr.
+
+    Args:
+        chosen: Of a profile.
+        model: A folder, a name, or `demo`.
+        gguf_file: The GGUF file within the model's folder.
+        shortest: Of the lengths, in tokens.
+        chat: See `EvalRequest.chat_template`.
+    """
+    expanded = tasks.expand(list(chosen))
+    tokenizer = read_tokenizer(demo.resolve_model_path(model), gguf_file=gguf_file)
+    in_chat = chat_template.resolve(chat, tokenizer)
+    least: dict[str, int] = {}
+    for name in expanded:
+        if name in tasks.names():
+            try:
+                lm_eval_tasks.build(name, tokenizer, [shortest], 1, [50], chat=in_chat)
+            except TooShort as error:
+                least[name] = error.least
+    if not least:
+        return chosen
+    logger.warning(
+        "at %s tokens there is no room for %s (%s tokens or more): asking for word pairs instead "
+        "(%s)",
+        f"{shortest:,}",
+        ", ".join(least),
+        f"{min(least.values()):,}",
+        ", ".join(_RECALL),
+    )
+    return (*_RECALL, *(name for name in expanded if name not in least))

@@ -124,6 +124,17 @@ class EvalRequest:
     folder: Path = Path("out")
     command: str = ""
 
+    def sample_options(self, *, chat: bool) -> dict[str, Any]:
+        """Return the options of the package's tasks; `chat`: put questions into a chat template."""
+        options: dict[str, Any] = {"seed": self.seed, "chat": chat}
+        if self.per_text is not None:
+            options["per_text"] = self.per_text
+        if self.haystacks:
+            options["text"] = list(self.haystacks)
+        if self.questions:
+            options["questions"] = self.questions
+        return options
+
     def extension(self, method: str) -> Extension:
         """Return the request to patch with one of the methods, with the options that it has."""
         known = registered_methods()

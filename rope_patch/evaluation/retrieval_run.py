@@ -131,13 +131,7 @@ class RetrievalRun:
 
     def _build(self, name: str, length: int, count: int, planted: bool = True) -> Any:
         request = self.session.request
-        metadata: dict[str, Any] = {"seed": request.seed, "chat": self.session.chat}
-        if request.per_text is not None:
-            metadata["per_text"] = request.per_text
-        if request.haystacks:
-            metadata["text"] = list(request.haystacks)
-        if request.questions:
-            metadata["questions"] = request.questions
+        metadata = request.sample_options(chat=self.session.chat)
         if not planted:
             metadata["planted"] = False
         tokenizer, depths = self.session.tokenizer, list(request.depths)
@@ -163,14 +157,9 @@ class RetrievalRun:
     def _score_tasks(
         self, built: list[Any], place: str, name: str = ""
     ) -> list[list[SampleRecord]]:
-        """Return every sample's score under the model's present method, task by task.
-
-        Args:
-            built: Tasks.
-            place: The label on the progress bar.
-            name: The name of the file for lm-eval's own results; no file if empty.
-        """
+        """Return every sample's score under the model's present method, task by task."""
         folder = self.session.request.folder / "lm_eval"
+        # Without a name, lm-eval's own results are not written to a file.
         path = folder / f"{atomic_files.safe_filename(name)}.json" if name else None
         with self.session.language_model(place) as lm:
             results = lm_eval_tasks.evaluate(lm, built, path, chat=self.session.chat)
@@ -194,10 +183,7 @@ class RetrievalRun:
         ]
 
     def _undecided(self) -> list[tuple[str, int]]:
-        """Look at the verdict; return all tasks at the longest length if it needs more samples.
-
-        Where the texts are too few for any verdict, this is no look: it could not err.
-        """
+        """Look at the verdict; return all tasks at the longest length if it needs more samples."""
         if not self.session.processes.is_main:
             return []
         count = self.counts[self.task_names[0], self.longest]
@@ -208,6 +194,7 @@ class RetrievalRun:
             "retrieval": self.results(),
         }
         stats = RunStatistics(results)
+        # Where the texts are too few for any verdict, this is no look: it could not err.
         if stats.has_enough_texts:
             self.looks = looks
         if stats.is_decided or count >= self.session.request.max_samples:

@@ -325,13 +325,13 @@ def rotation_identity(handle: Patch | EncodingPatch, length: int, end: int) -> A
             return changing
         # Another file may compute other numbers under the same name, a scaling of the config's may
         # lie below them, or layers of some types may change alone.
-        return [*changing, *(_numbers(handle.frequencies_at(n)) for n in (1, length, end))]
+        return [*changing, *(_number_lists(handle.frequencies_at(n)) for n in (1, length, end))]
     changed = {
         layer_type: frequencies
         for layer_type, frequencies in handle.frequencies_at(length).items()
         if not frequencies.close_to(handle.original_frequencies[layer_type])
     }
-    rotation: dict[str, Any] = dict(_numbers(changed))
+    rotation: dict[str, Any] = dict(_number_lists(changed))
     rotation |= handle.method.attention_changes(end, handle.trained_length)
     if rotation and handle.method.start_token_count:
         rotation["kept tokens"] = handle.method.start_token_count
@@ -350,7 +350,7 @@ def _keeps_bits(handle: Patch) -> bool:
     return follows or not torch.cuda.is_available()
 
 
-def _numbers(frequencies: Mapping[str | None, Frequencies]) -> dict[str, list[float]]:
+def _number_lists(frequencies: Mapping[str | None, Frequencies]) -> dict[str, list[float]]:
     # Not `Frequencies.key`: stored answers are found again under the numbers as they were written.
     return {
         layer_type or "all": [each.attention_factor, *each.inv_freq.tolist()]

@@ -6,14 +6,11 @@ continues an extension that was killed, and gives the same result.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rope_patch.diagnosing import diagnose
 from rope_patch.diagnosing.encoding_diagnosis import EncodingDiagnosis
@@ -39,7 +36,7 @@ from rope_patch.recommending.budget import BudgetTooSmall
 from rope_patch.recommending.result import JSON_FILE, MARKDOWN_FILE
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, one_line
-from rope_patch.utils.processes import Processes
+from rope_patch.utils.processes import Processes, free_memory
 from rope_patch.utils.terminal import format_duration
 
 logger = logging.getLogger("rope_patch")
@@ -168,7 +165,7 @@ class _Extension:
             self.page.begin(step, seconds)
             with self.clock.running(step, self.page.refresh):
                 result = make(seconds)
-            _free_memory()
+            free_memory()  # the next step loads a model of its own
             spent = self.clock.spent(step)
             # A step that continues says itself what it needs in all; others begin anew.
             used = result.pop("used", spent - before)
@@ -389,13 +386,6 @@ class _Extension:
             left_out=tuple(self.left_out),
             seconds=self.clock.spent(),
         )
-
-
-def _free_memory() -> None:
-    """Return a step's memory on the GPU, which the next one loads its own model into."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _left_out(reason: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.entry_points import patch
-from rope_patch.evaluation.report.table import Table
+from rope_patch.evaluation.report.table import markdown_text
 from rope_patch.exporting import ENGINES, export
 from rope_patch.extending.proof import Candidate
 from rope_patch.extending.request import ExtendRequest
@@ -148,7 +148,7 @@ def render_card(folder: Path, facts: dict[str, Any]) -> str:
         "## Evidence",
         f"{questions} questions about {count} texts at each length, the same for all methods; "
         "others than those that the method was chosen by.",
-        markdown_table(facts["table"]) if facts["table"] is not None else "",
+        markdown_text(facts["table"]) if facts["table"] is not None else "",
         "\n".join(f"- {markdown_prose(each)}" for each in [*facts["sentences"], *facts["lines"]]),
         "All numbers: [report/report.md](report/report.md). How the method was chosen: "
         "[report/recommendation.md](report/recommendation.md).",
@@ -160,19 +160,6 @@ def render_card(folder: Path, facts: dict[str, Any]) -> str:
         made_by(facts["command"] or "rope_patch.extend"),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def markdown_table(table: Table) -> str:
-    """Return a table of the report as Markdown."""
-    heads = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in table.columns]
-    lines = [
-        "| " + " | ".join(map(escape_markdown, [table.corner, *heads])) + " |",
-        "|:--" + "|--:" * len(heads) + "|",
-    ]
-    for row in table.rows:
-        cells = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row.cells]
-        lines.append("| " + " | ".join(map(escape_markdown, [row.name, *cells])) + " |")
-    return "\n".join(lines)
 
 
 def _weights_text(training: dict[str, Any] | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -17,6 +16,7 @@ from rope_patch.encodings.replacement.encoding import rotation_refusal
 from rope_patch.patching import current
 from rope_patch.transformers_api.caches import DynamicLayer, DynamicSlidingWindowLayer
 from rope_patch.transformers_api.forwards import cache_arguments
+from rope_patch.utils.processes import free_memory
 
 _CHUNK = 512  # tokens of a prefill chunk; whole chunks are shared
 _MIN_CHUNK = 64
@@ -52,7 +52,8 @@ class PrefixReader:
         self.model = model
         self.handle = current(model)
         self.rotates = rotation_refusal(model) is None
-        layer_classes = {type(layer) for layer in DynamicCache(config=_text_config(model)).layers}
+        text = model.config.get_text_config(decoder=True)
+        layer_classes = {type(layer) for layer in DynamicCache(config=text).layers}
         self.in_one_pass = not layer_classes <= {DynamicLayer, DynamicSlidingWindowLayer}
         self.all_see_all = layer_classes <= {DynamicLayer}
         # Re-rotation follows keys only through the cache's own operations.
@@ -93,7 +94,9 @@ class PrefixReader:
                 self._rewind(start)
         else:
             # Without a config, sliding-window layers keep all keys, and masks do the rest.
-            config = _text_config(self.model) if self.in_one_pass or self.has_windows else None
+            config = None
+            if self.in_one_pass or self.has_windows:
+                config = self.model.config.get_text_config(decoder=True)
             self._cache, self._window_snapshots = DynamicCache(config=config), {}
         self._prompt = []  # an interrupted prefill must not be shared
         on_progress(start)
@@ -174,9 +177,7 @@ class PrefixReader:
     def clear(self) -> None:
         """Drop the cache and free its memory."""
         self._cache, self._prompt, self._window_snapshots = None, [], {}
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
     def _shared_tokens(self, ids: list[int], reach: float) -> int:
         """Return how many tokens of a prompt the cache holds, in whole chunks.
@@ -262,7 +263,3 @@ def _drop_last_tokens(cache: Any, tokens: int) -> None:
     """Crop the last tokens of a cache."""
     if tokens > 0:
         cache.crop(-tokens)
-
-
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config(decoder=True)

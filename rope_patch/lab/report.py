@@ -17,6 +17,7 @@ from rope_patch.evaluation.report.table import (
     Row,
     Table,
     aligned_text,
+    join_words,
     length_groups,
     length_heads,
     n_text,
@@ -52,388 +53,11 @@ from rope_patch.statistics import Interval
 from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import json_safe, seal
+from rope_patch.utils.terminal import SignedFormat
 
 CHANCE = 1 / PAIRS  # share of right answers if a model guesses among the values of a sequence
+_NATS, _POINTS = SignedFormat(2, minus="−", zero=""), SignedFormat(0, minus="−", zero="")
 WIDEST = 0.25  # nats; a loss with a wider half interval tells nothing
-
-
-def loss_cell(interval: Interval | None, *, beyond: bool = False, missing: str = NOTHING) -> Cell:
-    """Return a loss in nats with its interval.
-
-    Args:
-        interval: The loss.
-        beyond: Whether it is of texts beyond the trained length.
-        missing: What stands where there is none.
-    """
-    if interval is None:
-        return Cell(text=missing, beyond=beyond)
-    span = f"{interval.low:.2f}–{interval.high:.2f}"
-    if interval.half_width > WIDEST:
-        return Cell(text="unclear", note=span, tip=_tip(interval, span), beyond=beyond)
-    return Cell(text=f"{interval.estimate:.2f}", note=span, tip=_tip(interval, span), beyond=beyond)
-
-
-def share_cell(interval: Interval | None, *, beyond: bool = False, missing: str = NOTHING) -> Cell:
-    """Return a share of answers with its interval; one that may be a guess says so.
-
-    Args:
-        interval: The share.
-        beyond: Whether it is of texts beyond the trained length.
-        missing: What stands where there is none.
-    """
-    if interval is None:
-        return Cell(text=missing, beyond=beyond)
-    span = percent_range(interval)
-    tip = _tip(interval, span)
-    text = percent(interval.estimate) if interval.low > CHANCE else "chance or less"
-    if interval.low <= CHANCE and interval.estimate > CHANCE:
-        text = "maybe chance"
-    return Cell(text=text, note=span, tip=tip, beyond=beyond)
-
-
-def difference_text(value: float, *, is_share: bool) -> str:
-    """Return a difference with its sign: +0.12 nats, or −4 points."""
-    return f"{_signed(value, is_share)} {'points' if is_share else 'nats'}"
-
-
-def difference_range(interval: Interval, *, is_share: bool) -> str:
-    """Return the interval of a difference: −0.02 to +0.05."""
-    return f"{_signed(interval.low, is_share)} to {_signed(interval.high, is_share)}"
-
-
-def _signed(value: float, is_share: bool) -> str:
-    text = f"{100 * value:+.0f}" if is_share else f"{value:+.2f}"
-    return text.replace("-", "−") if float(text) else text[1:]
-
-
-def _tip(interval: Interval, span: str) -> str:
-    return f"95% interval {span}, {n_text(interval)}"
-
-
-_FLAT = 0.05  # nats; a loss up to here counts as none
-
-
-def headline(results: LabResults, findings: Sequence[Finding]) -> str:
-    """Return what came out in a few sentences.
-
-    Args:
-        results: The results.
-        findings: What they say to published statements.
-    """
-    sentences = [*_text(results), *_recall(results), _published(results, findings)]
-    return " ".join(sentence for sentence in sentences if sentence)
-
-
-def _text(results: LabResults) -> list[str]:
-    """Return which encodings keep their loss at the longest test, and which lose."""
-    longest, trained = results.tests[-1], results.length
-    flat, worse, unclear = [], [], []
-    for name in results.encodings_of(TEXT):
-        far = results.scores(TEXT, name, longest)
-        near = results.scores(TEXT, name, trained)
-        if far is None or near is None or longest == trained:
-            continue
-        gap = seeded_difference(far, near)
-        if gap.high < _FLAT:
-            flat.append(name)
-        elif gap.low > _FLAT:
-            worse.append((gap.estimate, name))
-        else:
-            unclear.append(name)
-    times = f"{longest / trained:g} times the trained length"
-    sentences = []
-    if flat:
-        sentences.append(f"At {times} {_join(flat)} lose less than {_FLAT} nats a character.")
-    if worse:
-        names = [f"{name} +{gap:.2f}" for gap, name in sorted(worse)]
-        sentences.append(f"More is lost by {_join(names)}.")
-    if unclear:
-        sentences.append(f"It cannot be told of {_join(unclear)}.")
-    return sentences
-
-
-def _recall(results: LabResults) -> list[str]:
-    longest = results.tests[-1]
-    clear = []
-    for name in results.encodings_of(RECALL):
-        scores = results.scores(RECALL, name, longest, quantity=RIGHT)
-        if scores is None:
-            continue
-        share = seeded_mean(scores, is_share=True)
-        if share.low > 1 / PAIRS:
-            clear.append((-share.estimate, f"{name} {share.estimate:.0%}"))
-    if not results.encodings_of(RECALL):
-        return []
-    if not clear:
-        return [f"At {longest:,} tokens no encoding is shown to recall more than a guess does."]
-    return [f"At {longest:,} tokens {_join([text for _, text in sorted(clear)])} are recalled."]
-
-
-def _published(results: LabResults, findings: Sequence[Finding]) -> str:
-    counts = Counter(finding.verdict for finding in findings)
-    measured = len(findings) - counts[UNMEASURED]
-    if not measured:
-        return ""
-    if results.seeds < LEAST_SEEDS:
-        return (
-            "One seed says nothing about what papers found, because another one moves models by as "
-            "much: give --seeds 3."
-        )
-    return (
-        f"Of {measured} published statements {counts[AGREES]} agree, {counts[DISAGREES]} disagree "
-        f"and {counts[UNCLEAR]} cannot be told."
-    )
-
-
-def _join(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def length_table(results: LabResults, task: str, quantity: str, name: str) -> Table:
-    """Return a quantity by encoding and test length, extensions below their encoding.
-
-    Args:
-        results: The results.
-        task: The task.
-        quantity: What is shown.
-        name: The table's title.
-    """
-    is_share = quantity == RIGHT
-    make: Callable[..., Cell] = share_cell if is_share else loss_cell
-    rows = []
-    for encoding in _ranked(results, task, quantity):
-        for method in results.methods(task, encoding):
-            cells = []
-            for length in results.tests:
-                scores = results.scores(task, encoding, length, method, quantity)
-                mean = None if scores is None else seeded_mean(scores, is_share=is_share)
-                missing = "no rows" if (encoding, method) == ("learned", PLAIN) else NOTHING
-                cells.append(make(mean, beyond=length > results.length, missing=missing))
-            label = encoding if method == PLAIN else f"{encoding} + {method}"
-            rows.append(Row(name=label, cells=cells, key=colour_of(encoding)))
-    columns = length_heads(results.tests, results.length)
-    return Table(
-        name=f"{name}, {unit(task, quantity)}",
-        corner="test length",
-        columns=columns,
-        rows=rows,
-        groups=length_groups(columns, results.length),
-    )
-
-
-def position_table(results: LabResults) -> Table | None:
-    """Return the loss by position in the longest windows; None without text."""
-    encodings = results.encodings_of(TEXT)
-    longest = results.tests[-1]
-    edges: Sequence[int] = ()
-    rows = []
-    for encoding in _ranked(results, TEXT, LOSS):
-        for method in results.methods(TEXT, encoding):
-            scores = results.scores(TEXT, encoding, longest, method, BY_POSITION)
-            if scores is None:
-                continue
-            edges = results.records(TEXT, encoding)[0]["bands"]
-            cells = [
-                loss_cell(
-                    seeded_mean([[sample[band] for sample in seed] for seed in scores]),
-                    beyond=low >= results.length,
-                )
-                for band, low in enumerate(edges[:-1])
-            ]
-            label = encoding if method == PLAIN else f"{encoding} + {method}"
-            rows.append(Row(name=label, cells=cells, key=colour_of(encoding)))
-    if not encodings or not rows:
-        return None
-    columns = [
-        Cell(text=f"{low:,}–{high - 1:,}", beyond=low >= results.length)
-        for low, high in pairwise(edges)
-    ]
-    return Table(
-        name=f"Loss by position in windows of {longest:,} characters, nats a character",
-        corner="positions",
-        columns=columns,
-        rows=rows,
-        groups=length_groups(columns, results.length),
-    )
-
-
-def published_table(findings: Sequence[Finding]) -> Table:
-    """Return each published statement beside what came out, and the verdict.
-
-    Args:
-        findings: What the run says to each statement.
-    """
-    rows = []
-    for finding in findings:
-        statement, is_share = finding.statement, finding.statement.first.quantity == RIGHT
-        text = NOTHING
-        if statement.published is not None:
-            text = difference_text(statement.published, is_share=False)
-        given = Cell(text=text, note=statement.numbers, tip=statement.setting)
-        rows.append(
-            Row(
-                name=statement.claim,
-                group=statement.paper,
-                cells=[_verdict(finding), _difference_cell(finding.difference, is_share), given],
-            )
-        )
-    return Table(
-        name="What papers found, and what came out here",
-        corner="the statement",
-        columns=[
-            Cell(text="verdict"),
-            Cell(text="here"),
-            Cell(text="the paper"),
-        ],
-        rows=rows,
-        groups=[],
-    )
-
-
-def _difference_cell(difference: Interval | None, is_share: bool) -> Cell:
-    if difference is None:
-        return Cell(text=NOTHING)
-    return Cell(
-        text=difference_text(difference.estimate, is_share=is_share),
-        note=difference_range(difference, is_share=is_share),
-    )
-
-
-def _verdict(finding: Finding) -> Cell:
-    bound = finding.statement.bound
-    text = difference_text(bound, is_share=False)
-    return Cell(text=finding.verdict, note=f"bound {text}" if bound else "")
-
-
-def _ranked(results: LabResults, task: str, quantity: str) -> list[str]:
-    """Return encodings in the order of what they score at the longest test, best first."""
-
-    def score(encoding: str) -> float:
-        scores = results.scores(task, encoding, results.tests[-1], quantity=quantity)
-        if scores is None:  # a table without rows there comes last
-            return float("inf")
-        mean = seeded_mean(scores).estimate
-        return -mean if quantity == RIGHT else mean
-
-    return sorted(results.encodings_of(task), key=score)
-
-
-# Titles of families, and their encodings. Those without positions are in every panel, to compare.
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "Vectors added to embeddings": ("sinusoidal", "learned", "binary", "normalised", "integer"),
-    "Biases by distance": ("alibi", "t5", "kerple", "fire", "sandwich"),
-    "Rotations": ("rope", "rnope", "xpos"),
-}
-REFERENCE = "none"
-_COLOURS = ("m0", "m1", "m2", "m3", "m4", "m5", "m6", "m7")
-_MARKERS = ("o", "s", "D", "v", "^", "P", "X", "h")
-_DASHES = ((4.0, 2.0), (1.0, 1.5))  # of lines: an encoding's first extension, and its others
-_QUESTIONS = {
-    TEXT: "Loss against length: who reads on beyond the trained length? (lower is better)",
-    RECALL: "Recall against length: who finds a value again? (higher is better)",
-}
-
-
-def draw_length_figure(results: LabResults, task: str) -> Picture:
-    """Draw one line an encoding, extensions dashed, and the trained length as a bar.
-
-    Args:
-        results: The results.
-        task: "text" or "recall".
-    """
-    quantity = LOSS if task == TEXT else RIGHT
-    panels = [
-        _panel(results, task, quantity, title, names)
-        for title, names in _families(results, task).items()
-    ]
-    if task == TEXT:
-        values = [y for panel in panels for line in panel.lines for _, y in line.points]
-        pad = 0.06 * (max(values) - min(values)) + 0.01
-        limits = (min(values) - pad, max(values) + pad)
-        panels = [replace(panel, y_limits=limits) for panel in panels]
-    alt = f"{unit(task, quantity)} against test length, a line per encoding, extensions dashed"
-    return draw_panels(f"length-{task}", _QUESTIONS[task], alt, panels)
-
-
-def colour_of(name: str) -> str:
-    """Return the colour of an encoding in the figures."""
-    if name == REFERENCE:
-        return "plain"
-    for names in FAMILIES.values():
-        if name in names:
-            return _COLOURS[names.index(name)]
-    return _COLOURS[-1]
-
-
-def _families(results: LabResults, task: str) -> dict[str, list[str]]:
-    """Return the measured encodings of each family, with the reference behind them."""
-    measured = results.encodings_of(task)
-    known = {name for names in FAMILIES.values() for name in names}
-    families = {
-        title: [name for name in names if name in measured] for title, names in FAMILIES.items()
-    }
-    families["Others"] = [name for name in measured if name not in known | {REFERENCE}]
-    families = {title: names for title, names in families.items() if names}
-    if REFERENCE in measured:
-        families = families or {"No positions": []}
-        families = {title: [*names, REFERENCE] for title, names in families.items()}
-    return families
-
-
-def _panel(results: LabResults, task: str, quantity: str, title: str, names: list[str]) -> Panel:
-    lines = []
-    for name in names:
-        key = colour_of(name)
-        marker = _MARKERS[_COLOURS.index(key)] if key in _COLOURS else "."
-        for nth, method in enumerate(results.methods(task, name)):
-            points, intervals = [], []
-            for length in results.tests:
-                if method != PLAIN and length == results.length:
-                    continue  # the line of the unextended encoding has this point
-                scores = results.scores(task, name, length, method, quantity)
-                if scores is None:
-                    continue
-                mean = seeded_mean(scores, is_share=quantity == RIGHT)
-                points.append((float(length), mean.estimate))
-                intervals.append((float(length), mean.low, mean.high))
-            dashed = method != PLAIN
-            if dashed and name == REFERENCE and title != next(iter(_families(results, task))):
-                continue
-            if points:
-                label = f"{name} + {method}" if dashed else name
-                spans = [] if dashed else intervals
-                dashes = _DASHES[min(nth, len(_DASHES)) - 1] if dashed else None
-                lines.append(Line(label, key, points, marker, "", spans, dashes))
-    return Panel(
-        lines,
-        results.length,
-        "test length (tokens, log2)" if task == RECALL else "test length (characters, log2)",
-        "recalled" if quantity == RIGHT else unit(task),
-        title + (f"; a guess is right in {1 / PAIRS:.0%}" if quantity == RIGHT else ""),
-        log_x=True,
-        log_y=False,
-        as_percent=quantity == RIGHT,
-        bands=False,
-        ticks=[float(n) for n in results.tests],
-    )
-
-
-_LIMITS = (
-    "Numbers below others are 95% intervals. They hold for samples drawn like these and, with "
-    "several seeds, for other seeds: the squares of both half widths add up, by Student's t, which "
-    "is 4.3 for three seeds.",
-    "The models have about a hundred thousand parameters and are trained for minutes. An order "
-    "among them is no claim about models a thousand times as large; a disagreement with a paper "
-    "says that its finding does not carry over to such models.",
-    "Each encoding gets the same first weights, data and steps, and none gets settings of its own.",
-    "An extension's number at a length is that of the extension to this length. At the trained "
-    "length it is that of the farthest extension: its price.",
-    "No model is trained after it is extended, although several of the methods ask for that.",
-    "A learned table has no rows beyond the trained length; `tile` repeats them, and changes "
-    "nothing within it.",
-    "A loss whose interval is wider than ±0.25 nats is called unclear, and recall that a guess "
-    "might reach is called chance: no number is printed there.",
-)
 
 
 def write_report(
@@ -517,6 +141,24 @@ def _sections(lab: LabResults, findings: list[Finding]) -> list[Section]:
         )
     )
     return parts
+
+
+_LIMITS = (
+    "Numbers below others are 95% intervals. They hold for samples drawn like these and, with "
+    "several seeds, for other seeds: the squares of both half widths add up, by Student's t, which "
+    "is 4.3 for three seeds.",
+    "The models have about a hundred thousand parameters and are trained for minutes. An order "
+    "among them is no claim about models a thousand times as large; a disagreement with a paper "
+    "says that its finding does not carry over to such models.",
+    "Each encoding gets the same first weights, data and steps, and none gets settings of its own.",
+    "An extension's number at a length is that of the extension to this length. At the trained "
+    "length it is that of the farthest extension: its price.",
+    "No model is trained after it is extended, although several of the methods ask for that.",
+    "A learned table has no rows beyond the trained length; `tile` repeats them, and changes "
+    "nothing within it.",
+    "A loss whose interval is wider than ±0.25 nats is called unclear, and recall that a guess "
+    "might reach is called chance: no number is printed there.",
+)
 
 
 def _page(lab: LabResults, findings: list[Finding], parts: list[Section]) -> dict[str, Any]:
@@ -603,3 +245,369 @@ def _finding_record(finding: Finding) -> FindingRecord:
         else [round(x, 5) for x in (difference.estimate, difference.low, difference.high)],
         "verdict": finding.verdict,
     }
+
+
+_FLAT = 0.05  # nats; a loss up to here counts as none
+
+
+def headline(results: LabResults, findings: Sequence[Finding]) -> str:
+    """Return what came out in a few sentences.
+
+    Args:
+        results: The results.
+        findings: What they say to published statements.
+    """
+    sentences = [
+        *_text_sentences(results),
+        *_recall_sentences(results),
+        _published_sentence(results, findings),
+    ]
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _text_sentences(results: LabResults) -> list[str]:
+    """Return which encodings keep their loss at the longest test, and which lose."""
+    longest, trained = results.tests[-1], results.length
+    flat, worse, unclear = [], [], []
+    for name in results.encodings_of(TEXT):
+        far = results.scores(TEXT, name, longest)
+        near = results.scores(TEXT, name, trained)
+        if far is None or near is None or longest == trained:
+            continue
+        gap = seeded_difference(far, near)
+        if gap.high < _FLAT:
+            flat.append(name)
+        elif gap.low > _FLAT:
+            worse.append((gap.estimate, name))
+        else:
+            unclear.append(name)
+    times = f"{longest / trained:g} times the trained length"
+    sentences = []
+    if flat:
+        sentences.append(f"At {times} {join_words(flat)} lose less than {_FLAT} nats a character.")
+    if worse:
+        names = [f"{name} +{gap:.2f}" for gap, name in sorted(worse)]
+        sentences.append(f"More is lost by {join_words(names)}.")
+    if unclear:
+        sentences.append(f"It cannot be told of {join_words(unclear)}.")
+    return sentences
+
+
+def _recall_sentences(results: LabResults) -> list[str]:
+    longest = results.tests[-1]
+    clear = []
+    for name in results.encodings_of(RECALL):
+        scores = results.scores(RECALL, name, longest, quantity=RIGHT)
+        if scores is None:
+            continue
+        share = seeded_mean(scores, is_share=True)
+        if share.low > 1 / PAIRS:
+            clear.append((-share.estimate, f"{name} {share.estimate:.0%}"))
+    if not results.encodings_of(RECALL):
+        return []
+    if not clear:
+        return [f"At {longest:,} tokens no encoding is shown to recall more than a guess does."]
+    return [
+        f"At {longest:,} tokens {join_words([text for _, text in sorted(clear)])} are recalled."
+    ]
+
+
+def _published_sentence(results: LabResults, findings: Sequence[Finding]) -> str:
+    counts = Counter(finding.verdict for finding in findings)
+    measured = len(findings) - counts[UNMEASURED]
+    if not measured:
+        return ""
+    if results.seeds < LEAST_SEEDS:
+        return (
+            "One seed says nothing about what papers found, because another one moves models by as "
+            "much: give --seeds 3."
+        )
+    return (
+        f"Of {measured} published statements {counts[AGREES]} agree, {counts[DISAGREES]} disagree "
+        f"and {counts[UNCLEAR]} cannot be told."
+    )
+
+
+def length_table(results: LabResults, task: str, quantity: str, name: str) -> Table:
+    """Return a quantity by encoding and test length, extensions below their encoding.
+
+    Args:
+        results: The results.
+        task: The task.
+        quantity: What is shown.
+        name: The table's title.
+    """
+    is_share = quantity == RIGHT
+    make: Callable[..., Cell] = share_cell if is_share else loss_cell
+    rows = []
+    for encoding in _ranked_encodings(results, task, quantity):
+        for method in results.methods(task, encoding):
+            cells = []
+            for length in results.tests:
+                scores = results.scores(task, encoding, length, method, quantity)
+                mean = None if scores is None else seeded_mean(scores, is_share=is_share)
+                missing = "no rows" if (encoding, method) == ("learned", PLAIN) else NOTHING
+                cells.append(make(mean, beyond=length > results.length, missing=missing))
+            label = encoding if method == PLAIN else f"{encoding} + {method}"
+            rows.append(Row(name=label, cells=cells, key=colour_of(encoding)))
+    columns = length_heads(results.tests, results.length)
+    return Table(
+        name=f"{name}, {unit(task, quantity)}",
+        corner="test length",
+        columns=columns,
+        rows=rows,
+        groups=length_groups(columns, results.length),
+    )
+
+
+def position_table(results: LabResults) -> Table | None:
+    """Return the loss by position in the longest windows; None without text."""
+    encodings = results.encodings_of(TEXT)
+    longest = results.tests[-1]
+    edges: Sequence[int] = ()
+    rows = []
+    for encoding in _ranked_encodings(results, TEXT, LOSS):
+        for method in results.methods(TEXT, encoding):
+            scores = results.scores(TEXT, encoding, longest, method, BY_POSITION)
+            if scores is None:
+                continue
+            edges = results.records(TEXT, encoding)[0]["bands"]
+            cells = [
+                loss_cell(
+                    seeded_mean([[sample[band] for sample in seed] for seed in scores]),
+                    beyond=low >= results.length,
+                )
+                for band, low in enumerate(edges[:-1])
+            ]
+            label = encoding if method == PLAIN else f"{encoding} + {method}"
+            rows.append(Row(name=label, cells=cells, key=colour_of(encoding)))
+    if not encodings or not rows:
+        return None
+    columns = [
+        Cell(text=f"{low:,}–{high - 1:,}", beyond=low >= results.length)
+        for low, high in pairwise(edges)
+    ]
+    return Table(
+        name=f"Loss by position in windows of {longest:,} characters, nats a character",
+        corner="positions",
+        columns=columns,
+        rows=rows,
+        groups=length_groups(columns, results.length),
+    )
+
+
+def published_table(findings: Sequence[Finding]) -> Table:
+    """Return each published statement beside what came out, and the verdict.
+
+    Args:
+        findings: What the run says to each statement.
+    """
+    rows = []
+    for finding in findings:
+        statement, is_share = finding.statement, finding.statement.first.quantity == RIGHT
+        text = NOTHING
+        if statement.published is not None:
+            text = difference_text(statement.published, is_share=False)
+        given = Cell(text=text, note=statement.numbers, tip=statement.setting)
+        rows.append(
+            Row(
+                name=statement.claim,
+                group=statement.paper,
+                cells=[
+                    _verdict_cell(finding),
+                    _difference_cell(finding.difference, is_share),
+                    given,
+                ],
+            )
+        )
+    return Table(
+        name="What papers found, and what came out here",
+        corner="the statement",
+        columns=[
+            Cell(text="verdict"),
+            Cell(text="here"),
+            Cell(text="the paper"),
+        ],
+        rows=rows,
+        groups=[],
+    )
+
+
+def _ranked_encodings(results: LabResults, task: str, quantity: str) -> list[str]:
+    """Return encodings in the order of what they score at the longest test, best first."""
+
+    def score(encoding: str) -> float:
+        scores = results.scores(task, encoding, results.tests[-1], quantity=quantity)
+        if scores is None:  # a table without rows there comes last
+            return float("inf")
+        mean = seeded_mean(scores).estimate
+        return -mean if quantity == RIGHT else mean
+
+    return sorted(results.encodings_of(task), key=score)
+
+
+def loss_cell(interval: Interval | None, *, beyond: bool = False, missing: str = NOTHING) -> Cell:
+    """Return a loss in nats with its interval.
+
+    Args:
+        interval: The loss.
+        beyond: Whether it is of texts beyond the trained length.
+        missing: What stands where there is none.
+    """
+    if interval is None:
+        return Cell(text=missing, beyond=beyond)
+    span = f"{interval.low:.2f}–{interval.high:.2f}"
+    if interval.half_width > WIDEST:
+        return Cell(text="unclear", note=span, tip=_tip(interval, span), beyond=beyond)
+    return Cell(text=f"{interval.estimate:.2f}", note=span, tip=_tip(interval, span), beyond=beyond)
+
+
+def share_cell(interval: Interval | None, *, beyond: bool = False, missing: str = NOTHING) -> Cell:
+    """Return a share of answers with its interval; one that may be a guess says so.
+
+    Args:
+        interval: The share.
+        beyond: Whether it is of texts beyond the trained length.
+        missing: What stands where there is none.
+    """
+    if interval is None:
+        return Cell(text=missing, beyond=beyond)
+    span = percent_range(interval)
+    tip = _tip(interval, span)
+    text = percent(interval.estimate) if interval.low > CHANCE else "chance or less"
+    if interval.low <= CHANCE and interval.estimate > CHANCE:
+        text = "maybe chance"
+    return Cell(text=text, note=span, tip=tip, beyond=beyond)
+
+
+def _tip(interval: Interval, span: str) -> str:
+    return f"95% interval {span}, {n_text(interval)}"
+
+
+def _verdict_cell(finding: Finding) -> Cell:
+    bound = finding.statement.bound
+    text = difference_text(bound, is_share=False)
+    return Cell(text=finding.verdict, note=f"bound {text}" if bound else "")
+
+
+def _difference_cell(difference: Interval | None, is_share: bool) -> Cell:
+    if difference is None:
+        return Cell(text=NOTHING)
+    return Cell(
+        text=difference_text(difference.estimate, is_share=is_share),
+        note=difference_range(difference, is_share=is_share),
+    )
+
+
+def difference_text(value: float, *, is_share: bool) -> str:
+    """Return a difference with its sign: +0.12 nats, or −4 points."""
+    return f"{_POINTS.number(100 * value)} points" if is_share else f"{_NATS.number(value)} nats"
+
+
+def difference_range(interval: Interval, *, is_share: bool) -> str:
+    """Return the interval of a difference: −0.02 to +0.05."""
+    if is_share:
+        return _POINTS.range(100 * interval.low, 100 * interval.high)
+    return _NATS.range(interval.low, interval.high)
+
+
+# Titles of families, and their encodings. Those without positions are in every panel, to compare.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "Vectors added to embeddings": ("sinusoidal", "learned", "binary", "normalised", "integer"),
+    "Biases by distance": ("alibi", "t5", "kerple", "fire", "sandwich"),
+    "Rotations": ("rope", "rnope", "xpos"),
+}
+REFERENCE = "none"
+_COLOURS = ("m0", "m1", "m2", "m3", "m4", "m5", "m6", "m7")
+_MARKERS = ("o", "s", "D", "v", "^", "P", "X", "h")
+_DASHES = ((4.0, 2.0), (1.0, 1.5))  # of lines: an encoding's first extension, and its others
+_QUESTIONS = {
+    TEXT: "Loss against length: who reads on beyond the trained length? (lower is better)",
+    RECALL: "Recall against length: who finds a value again? (higher is better)",
+}
+
+
+def draw_length_figure(results: LabResults, task: str) -> Picture:
+    """Draw one line an encoding, extensions dashed, and the trained length as a bar.
+
+    Args:
+        results: The results.
+        task: "text" or "recall".
+    """
+    quantity = LOSS if task == TEXT else RIGHT
+    panels = [
+        _family_panel(results, task, quantity, title, names)
+        for title, names in _families(results, task).items()
+    ]
+    if task == TEXT:
+        values = [y for panel in panels for line in panel.lines for _, y in line.points]
+        pad = 0.06 * (max(values) - min(values)) + 0.01
+        limits = (min(values) - pad, max(values) + pad)
+        panels = [replace(panel, y_limits=limits) for panel in panels]
+    alt = f"{unit(task, quantity)} against test length, a line per encoding, extensions dashed"
+    return draw_panels(f"length-{task}", _QUESTIONS[task], alt, panels)
+
+
+def colour_of(name: str) -> str:
+    """Return the colour of an encoding in the figures."""
+    if name == REFERENCE:
+        return "plain"
+    for names in FAMILIES.values():
+        if name in names:
+            return _COLOURS[names.index(name)]
+    return _COLOURS[-1]
+
+
+def _families(results: LabResults, task: str) -> dict[str, list[str]]:
+    """Return the measured encodings of each family, with the reference behind them."""
+    measured = results.encodings_of(task)
+    known = {name for names in FAMILIES.values() for name in names}
+    families = {
+        title: [name for name in names if name in measured] for title, names in FAMILIES.items()
+    }
+    families["Others"] = [name for name in measured if name not in known | {REFERENCE}]
+    families = {title: names for title, names in families.items() if names}
+    if REFERENCE in measured:
+        families = families or {"No positions": []}
+        families = {title: [*names, REFERENCE] for title, names in families.items()}
+    return families
+
+
+def _family_panel(
+    results: LabResults, task: str, quantity: str, title: str, names: list[str]
+) -> Panel:
+    lines = []
+    for name in names:
+        key = colour_of(name)
+        marker = _MARKERS[_COLOURS.index(key)] if key in _COLOURS else "."
+        for nth, method in enumerate(results.methods(task, name)):
+            points, intervals = [], []
+            for length in results.tests:
+                if method != PLAIN and length == results.length:
+                    continue  # the line of the unextended encoding has this point
+                scores = results.scores(task, name, length, method, quantity)
+                if scores is None:
+                    continue
+                mean = seeded_mean(scores, is_share=quantity == RIGHT)
+                points.append((float(length), mean.estimate))
+                intervals.append((float(length), mean.low, mean.high))
+            dashed = method != PLAIN
+            if dashed and name == REFERENCE and title != next(iter(_families(results, task))):
+                continue
+            if points:
+                label = f"{name} + {method}" if dashed else name
+                spans = [] if dashed else intervals
+                dashes = _DASHES[min(nth, len(_DASHES)) - 1] if dashed else None
+                lines.append(Line(label, key, points, marker, "", spans, dashes))
+    return Panel(
+        lines,
+        results.length,
+        "test length (tokens, log2)" if task == RECALL else "test length (characters, log2)",
+        "recalled" if quantity == RIGHT else unit(task),
+        title + (f"; a guess is right in {1 / PAIRS:.0%}" if quantity == RIGHT else ""),
+        log_x=True,
+        log_y=False,
+        as_percent=quantity == RIGHT,
+        bands=False,
+        ticks=[float(n) for n in results.tests],
+    )

@@ -1,7 +1,8 @@
-"""The results of a lab run, their schema and intervals, and what is asked of them.
+"""Read the results of a lab run: their schema, their scores, and intervals over seeds.
 
-The schema of a lab run's results: what its `report.json` holds, beside its format and digest.
-Infinities and NaN are texts, which `float()` reads.
+`LabResults` takes the results as `run_lab` returns them, and answers what report and statements ask
+of them. The schema says what a run's `report.json` holds, beside its format and digest. Infinities
+and NaN are texts, which `float()` reads.
 """
 
 from __future__ import annotations

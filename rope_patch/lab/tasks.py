@@ -322,11 +322,7 @@ def position_edges(length: int, longest: int) -> list[int]:
 
 
 def _spread(held_out: tuple[torch.Tensor, ...], length: int, count: int) -> torch.Tensor:
-    """Return excerpts at even distances, half of them from each text, `[count, length]`.
-
-    Raises:
-        ValueError: The texts are too short for so many.
-    """
+    """Return excerpts at even distances, half of them from each text, `[count, length]`."""
     per_text = -(-count // len(held_out))
     rows = []
     for text in held_out:

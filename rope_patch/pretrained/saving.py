@@ -204,7 +204,9 @@ def record_adapters(
     """
     trained = isinstance(handle, Patch) and trained_part(handle, model)
     sidecar = make_sidecar(handle, False, trained)
-    sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    sidecar["base_model"] = getattr(text, "name_or_path", None) or None
     for folder in folders:
         (folder / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
 
@@ -275,17 +277,15 @@ def _release_hint(handle: Patch) -> str:
     return ", or with transformers 5.9 or later" if by_layer_type else ""
 
 
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config(decoder=True)
-
-
 def _complete_config(path: Path, model: nn.Module, handle: Patch) -> None:
     """Write the record of the patch, and transformers' names for our rope types, to config.json."""
     config = parse_json(path.read_text())
     text = config.get("text_config", config)
     text[FIELD] = patch_field(handle, model)
-    native = to_native_rope_parameters(_text_config(model))
-    if native != _text_config(model).rope_parameters:
+    live_config: Any = model.config
+    live = live_config.get_text_config(decoder=True)
+    native = to_native_rope_parameters(live)
+    if native != live.rope_parameters:
         text["rope_parameters"] = native
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 

@@ -284,14 +284,9 @@ def _strategy_sequence(space: SearchSpace, seed: int, proposed_by: list[str]) ->
 
 
 def _stop_at(proposals: Proposals, clock: TimeBudget, stored: int, reserve: float) -> Proposals:
-    """Stop proposing when `reserve` seconds remain, after replaying stored evaluations.
-
-    Args:
-        proposals: The strategy; only the main process asks it.
-        clock: The time budget, by this process's own clock.
-        stored: Evaluations of an earlier run, including YaRN's.
-        reserve: Seconds that must be left.
-    """
+    """Stop proposing when `reserve` seconds remain, after replaying stored evaluations."""
+    # `stored` evaluations of an earlier run include the one of YaRN. Only the main process asks the
+    # strategy, so its own clock decides.
     number = 1
     candidate = next(proposals, None)
     while candidate is not None:

@@ -1,9 +1,13 @@
-"""The decision rule: which of several measured methods to use, by their scores.
+"""Decide which of several measured methods to use, by their scores.
 
-The steps are: keep the methods that cannot be told from the best at the target length; of these,
-those that cannot be told from the smallest price within the trained length; of these, those that
-most engines run without this package; of these, the simplest. If no method holds up at the target
-length, none is recommended.
+In come scores of each variant (`Scores`: nats, right answers and texts, by sample); out comes a
+`Choice` with its reasons. The rule keeps the methods that cannot be told from the best at the
+target length; of these, those that cannot be told from the smallest price within the trained
+length; of these, those that most engines run without this package; of these, the simplest. If no
+method holds up at the target length, it recommends none.
+
+Two variants are told apart by the paired differences of their scores on the same samples
+(`score_difference`).
 """
 
 from __future__ import annotations
@@ -23,6 +27,9 @@ from rope_patch.statistics import (
     paired_difference,
     retention,
 )
+from rope_patch.utils.terminal import SignedFormat
+
+NATS = SignedFormat(3)
 
 # A method holds up if it retains this share of the plain model's accuracy.
 MIN_RETAINED_SHARE = 0.5
@@ -138,8 +145,8 @@ def choose(
     if information_gain is not None and not information_gain.low > 0:
         reasons.append(
             "with it, a true answer is no likelier than one that the text does not say "
-            f"({information_gain.estimate:+.3f} nats, {information_gain.low:+.3f} to "
-            f"{information_gain.high:+.3f})"
+            f"({NATS.number(information_gain.estimate)} nats, "
+            f"{NATS.range(information_gain.low, information_gain.high)})"
         )
         return choice(None, "nothing holds")
     usable_ties = [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.recommending.decision_rule import (
+    NATS,
     Choice,
     Scores,
     VariantScores,
@@ -30,10 +31,11 @@ from rope_patch.utils.errors import (
     markdown_block,
     markdown_code,
     markdown_prose,
+    markdown_table,
     one_line,
     text_html,
 )
-from rope_patch.utils.terminal import align
+from rope_patch.utils.terminal import SignedFormat, align
 
 FORMAT = "rope_patch.recommend/1"
 JSON_FILE, MARKDOWN_FILE, SEARCH_FOLDER = "recommendation.json", "recommendation.md", "searched"
@@ -114,8 +116,7 @@ class Recommendation:
         return folder / JSON_FILE
 
     def __str__(self) -> str:
-
-        return as_text(self)
+        return recommendation_text(self)
 
     def _repr_html_(self) -> str:
         return text_html(str(self))
@@ -145,7 +146,7 @@ def make_recommendation(
     """Return the recommendation of a run, from its measurements and the decision on them."""
     space = halving.space
     trained = space.geometry.trained_length
-    rows = to_rows(list(halving.rows.values()), choice)
+    rows = result_rows(list(halving.rows.values()), choice)
     python = shell = ""
     if choice.name is not None:
         row = halving.rows[choice.name]
@@ -200,7 +201,7 @@ def _search_result(facts: RunFacts, halving: SuccessiveHalving) -> SearchResult 
     )
 
 
-def to_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any]]:
+def result_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any]]:
     """Return all results of each method as plain data, see `Recommendation.rows`."""
     table = []
     plain = next(row for row in rows if row.variant.method is None)
@@ -212,7 +213,7 @@ def to_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any
                 "name": name,
                 "method": entry.method,
                 "options": dict(entry.options),
-                "status": status(row, choice),
+                "status": outcome_text(row, choice),
                 "engines": list(row.engines),
                 "everywhere": set(row.engines) >= set(plain.engines),
                 "long": _scores_to_dict(row.long),
@@ -227,7 +228,7 @@ def to_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any
     return table
 
 
-def status(row: VariantScores, choice: Choice) -> str:
+def outcome_text(row: VariantScores, choice: Choice) -> str:
     """Return a method's outcome in a few words."""
     name = row.variant.name
     if name == choice.name:
@@ -263,6 +264,7 @@ def _difference_to_dict(scores: Scores | None, other: Scores | None) -> dict[str
 
 
 _NO_VALUE = "–"
+_PERCENT = SignedFormat(1)
 _NOTES = (
     "Intervals are 95% each, over texts, not for all comparisons together. The best of several "
     "looks better on the samples that it was chosen by than it is.",
@@ -313,16 +315,16 @@ def verdict_sentence(
     )
 
 
-def as_text(recommendation: Recommendation) -> str:
+def recommendation_text(recommendation: Recommendation) -> str:
     """Return a recommendation as text for a terminal."""
-    lines = [_title(recommendation), "", recommendation.verdict]
+    lines = [_title_line(recommendation), "", recommendation.verdict]
     if recommendation.python:
         lines += ["", f"  {recommendation.python}"]
     if recommendation.shell:
         lines += [f"  {recommendation.shell}"]
     lines += [
         "",
-        *align(_table(recommendation)),
+        *align(_table_rows(recommendation)),
         "",
         *(f"- {reason}" for reason in recommendation.reasons),
     ]
@@ -332,9 +334,9 @@ def as_text(recommendation: Recommendation) -> str:
 
 def recommendation_markdown(recommendation: Recommendation) -> str:
     """Return a recommendation as a Markdown page."""
-    head, *rows = _table(recommendation)
+    rows = _table_rows(recommendation)
     lines = [
-        f"# {escape_markdown(_title(recommendation))}",
+        f"# {escape_markdown(_title_line(recommendation))}",
         "",
         f"**{markdown_prose(recommendation.verdict)}**",
         "",
@@ -342,11 +344,7 @@ def recommendation_markdown(recommendation: Recommendation) -> str:
     if recommendation.python:
         shell = [recommendation.shell] if recommendation.shell else []
         lines += [markdown_block("\n".join([recommendation.python, *shell])), ""]
-    lines += [
-        "| " + " | ".join(map(escape_markdown, head)) + " |",
-        "|:--" + "|--:" * (len(head) - 2) + "|:--|",
-    ]
-    lines += ["| " + " | ".join(map(escape_markdown, row)) + " |" for row in rows]
+    lines += markdown_table(rows, f"l{'r' * (len(rows[0]) - 2)}l")
     lines += ["", *(f"- {markdown_prose(reason)}" for reason in recommendation.reasons)]
     lines += [f"- not measured: {markdown_prose(why)}" for why in recommendation.not_measured]
     for note in (*_NOTES, _cost_line(recommendation)):
@@ -356,7 +354,7 @@ def recommendation_markdown(recommendation: Recommendation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _title(recommendation: Recommendation) -> str:
+def _title_line(recommendation: Recommendation) -> str:
     factor = recommendation.length / recommendation.trained_length
     return (
         f"{one_line(recommendation.model)}, from {recommendation.trained_length:,} to "
@@ -374,7 +372,7 @@ def _cost_line(recommendation: Recommendation) -> str:
     return f"{text}; {recommendation.seconds / 60:.3g} of {recommendation.budget:g} minutes."
 
 
-def _table(recommendation: Recommendation) -> list[list[str]]:
+def _table_rows(recommendation: Recommendation) -> list[list[str]]:
     head = [
         "method",
         f"right at {recommendation.length:,}",
@@ -387,10 +385,10 @@ def _table(recommendation: Recommendation) -> list[list[str]]:
         "samples",
         "",
     ]
-    return [head, *(_cells(row) for row in recommendation.rows)]
+    return [head, *(_method_cells(row) for row in recommendation.rows)]
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _method_cells(row: dict[str, Any]) -> list[str]:
     long, short = row["long"] or {}, row["short"] or {}
     price = row["price"] and _format_signed(row["price"]["nll"])
     prose = row["prose_price"] and _format_percent(row["prose_price"]["nll"])
@@ -449,19 +447,16 @@ def _format_nats(interval: Sequence[float] | None) -> str:
 
 
 def _format_signed(interval: Sequence[float]) -> str:
-    estimate, low, high = interval
-    if estimate == low == high == 0:
-        return "0"
-    if math.isinf(high - low):  # too few texts
-        return f"{estimate:+.3f} (no interval)"
-    return f"{estimate:+.3f} ({low:+.3f} to {high:+.3f})"
+    estimate, *bounds = interval
+    return NATS.with_interval(estimate, bounds) if any(interval) else "0"
 
 
 def _format_percent(interval: Sequence[float]) -> str:
     """Return a difference in nats as a change of perplexity in percent."""
     if not any(interval):
         return "0"
-    estimate, low, high = (100 * math.expm1(min(value, 20.0)) for value in interval)
-    if math.isinf(interval[2] - interval[1]):  # too few texts
-        return f"{estimate:+.1f}% (no interval)"
-    return f"{estimate:+.1f}% ({low:+.1f} to {high:+.1f}%)"
+    _, low, high = interval
+    estimate, *bounds = (100 * math.expm1(min(value, 20.0)) for value in interval)
+    if math.isinf(high - low):
+        bounds = [low, high]  # unknown, which the changes in percent do not tell
+    return _PERCENT.with_interval(estimate, bounds, unit="%", range_unit="%")

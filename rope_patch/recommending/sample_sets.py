@@ -97,15 +97,7 @@ def _question_blocks(
     most: int,
     seed: int,
 ) -> dict[str, tuple[Callable[[int], Sequence[Sample]], int]]:
-    """Return the blocks of questions of all kinds.
-
-    Args:
-        generate: Takes tokens, a seed, and whether the text has the answers; returns a block.
-        length: Target length in tokens.
-        short: A length within the trained length.
-        most: Samples of each kind at most.
-        seed: Another seed makes other samples.
-    """
+    """Return the blocks of questions by kind, `generate` called as (tokens, seed, with answers)."""
     blocks = max(1, most // BLOCK_SIZE)
 
     def block_of(

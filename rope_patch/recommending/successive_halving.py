@@ -9,6 +9,7 @@ from rope_patch.recommending import budget, variants
 from rope_patch.recommending.bench import BlockScorer, MeasurementFailed, search_within
 from rope_patch.recommending.budget import BlockCosts, TimeBudget
 from rope_patch.recommending.decision_rule import (
+    NATS,
     Choice,
     VariantScores,
     choose,
@@ -95,7 +96,7 @@ class SuccessiveHalving:
         reason = (
             f"within its trained length a token of a true answer costs the plain model "
             f"{plain.mean:.3f} nats, one that the text does not say {control.mean:.3f}: "
-            f"{gain.estimate:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
+            f"{NATS.number(gain.estimate)} ({NATS.range(gain.low, gain.high)})"
         )
         return Choice(None, "cannot answer", information_gain=gain, reasons=(reason,))
 
@@ -117,11 +118,7 @@ class SuccessiveHalving:
             )
 
     def _measure_minimum(self) -> None:
-        """Measure the plain model and one method.
-
-        Raises:
-            ValueError: The budget is too small, or no method can be measured.
-        """
+        """Measure the plain model and one method; raise if the budget does not suffice."""
         if not self.scorer.has(UNPATCHED, LONG, 1):
             short = max(len(sample.ids) for sample in self.scorer.samples(SHORT, 0))
             guess = self.clock.cost(SHORT) * self.space.length / short  # a lower bound

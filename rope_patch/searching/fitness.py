@@ -22,68 +22,6 @@ from rope_patch.utils.processes import Processes
 
 ALPHA = 0.005  # error rate of each look: how often an equally good candidate is stopped
 MIN_GROUPS = 6  # fewer groups show nothing; see `statistics.mean_test`
-
-
-def predicted_deficit(
-    candidate_nll: Mapping[int, float],
-    best_nll: Sequence[float],
-    weights: Sequence[float],
-    groups: Sequence[str],
-) -> float | None:
-    """Return the predicted final deficit if the candidate should be stopped, else None.
-
-    The candidate is compared with the best complete one on the samples that both were scored on, so
-    what makes a sample hard for both cancels. It is stopped if its mean loss is further behind than
-    a one-sided Student's t-test at `ALPHA` allows. Groups are the units of the test, with the
-    correction for a finite population: the more groups are scored, the less the rest can change.
-    The best candidate must also lead by as much if the rest of the samples score as the first ones
-    did, because the best one's remaining samples may be the hard ones. A candidate that would lose
-    even with no loss at all on the rest is stopped at once.
-
-    The risk: with three looks, a candidate that would have ended level with the best is stopped in
-    at most about three searches of two hundred, one that would have ended ahead in fewer. The
-    search then keeps its present best. Groups whose losses differ wildly make t a poor guide. Below
-    six groups a candidate is stopped only if it cannot win.
-
-    Args:
-        candidate_nll: The candidate's nats, by sample, of those scored so far.
-        best_nll: The best candidate's nats of all samples.
-        weights: The weights of all samples.
-        groups: The groups of all samples.
-
-    Returns:
-        The nats by which the candidate ends behind, pessimistic by one standard error.
-    """
-    from scipy import special
-
-    scored_weight, total_weight = sum(weights[i] for i in candidate_nll), sum(weights)
-    best_mean = (
-        math.fsum(w * nats for w, nats in zip(weights, best_nll, strict=True)) / total_weight
-    )
-    candidate_sum = math.fsum(weights[i] * nats for i, nats in candidate_nll.items())
-    mean_deficit = (
-        candidate_sum - math.fsum(weights[i] * best_nll[i] for i in candidate_nll)
-    ) / scored_weight
-    residuals: dict[str, float] = {}
-    for i, nats in candidate_nll.items():
-        residual = weights[i] * (nats - best_nll[i] - mean_deficit)
-        residuals[groups[i]] = residuals.get(groups[i], 0.0) + residual
-    count = len(residuals)
-    variance = math.fsum(part**2 for part in residuals.values()) * count / max(count - 1, 1)
-    remaining_share = max(1 - scored_weight / total_weight, 1 / len(set(groups)))
-    standard_error = math.sqrt(variance * remaining_share) / scored_weight
-    if candidate_sum / total_weight > best_mean:
-        return max(mean_deficit, candidate_sum / total_weight - best_mean) + standard_error
-    if count < MIN_GROUPS:
-        return None
-    limit = float(special.stdtrit(count - 1, 1 - ALPHA)) * standard_error
-    return (
-        mean_deficit + standard_error
-        if min(mean_deficit, candidate_sum / scored_weight - best_mean) > limit
-        else None
-    )
-
-
 _ROUNDS = 4  # rounds of a measurement; each may end it early
 
 
@@ -130,7 +68,7 @@ class Fitness:
     started share the samples of each candidate and return what one process would.
 
     A candidate that is compared with a complete evaluation is stopped early once its lag is beyond
-    chance; see `early_stopping.predicted_deficit` for the rule and its risk. A stopped candidate is
+    chance; see `predicted_deficit` for the rule and its risk. A stopped candidate is
     never complete, so it cannot become a result.
 
     Args:
@@ -253,11 +191,7 @@ class Fitness:
     def _score_round(
         self, units: list[list[int]], scores: dict[int, Score]
     ) -> tuple[dict[int, Score], str | None]:
-        """Score some units, shared among the processes.
-
-        Returns:
-            `scores` with the new ones of all processes, and the first error or None.
-        """
+        """Score units among the processes; return all scores, and the first error or None."""
         own_scores: dict[int, Score] = {}
         error = None
         try:
@@ -301,6 +235,72 @@ class Fitness:
             )
 
 
+def _require_scored(value: float | None) -> float:
+    if value is None:
+        raise ValueError("against must be a complete evaluation, got one that was given up")
+    return value
+
+
+def predicted_deficit(
+    candidate_nll: Mapping[int, float],
+    best_nll: Sequence[float],
+    weights: Sequence[float],
+    groups: Sequence[str],
+) -> float | None:
+    """Return the predicted final deficit if the candidate should be stopped, else None.
+
+    The candidate is compared with the best complete one on the samples that both were scored on, so
+    what makes a sample hard for both cancels. It is stopped if its mean loss is further behind than
+    a one-sided Student's t-test at `ALPHA` allows. Groups are the units of the test, with the
+    correction for a finite population: the more groups are scored, the less the rest can change.
+    The best candidate must also lead by as much if the rest of the samples score as the first ones
+    did, because the best one's remaining samples may be the hard ones. A candidate that would lose
+    even with no loss at all on the rest is stopped at once.
+
+    The risk: with three looks, a candidate that would have ended level with the best is stopped in
+    at most about three searches of two hundred, one that would have ended ahead in fewer. The
+    search then keeps its present best. Groups whose losses differ wildly make t a poor guide. Below
+    six groups a candidate is stopped only if it cannot win.
+
+    Args:
+        candidate_nll: The candidate's nats, by sample, of those scored so far.
+        best_nll: The best candidate's nats of all samples.
+        weights: The weights of all samples.
+        groups: The groups of all samples.
+
+    Returns:
+        The nats by which the candidate ends behind, pessimistic by one standard error.
+    """
+    from scipy import special
+
+    scored_weight, total_weight = sum(weights[i] for i in candidate_nll), sum(weights)
+    best_mean = (
+        math.fsum(w * nats for w, nats in zip(weights, best_nll, strict=True)) / total_weight
+    )
+    candidate_sum = math.fsum(weights[i] * nats for i, nats in candidate_nll.items())
+    mean_deficit = (
+        candidate_sum - math.fsum(weights[i] * best_nll[i] for i in candidate_nll)
+    ) / scored_weight
+    residuals: dict[str, float] = {}
+    for i, nats in candidate_nll.items():
+        residual = weights[i] * (nats - best_nll[i] - mean_deficit)
+        residuals[groups[i]] = residuals.get(groups[i], 0.0) + residual
+    count = len(residuals)
+    variance = math.fsum(part**2 for part in residuals.values()) * count / max(count - 1, 1)
+    remaining_share = max(1 - scored_weight / total_weight, 1 / len(set(groups)))
+    standard_error = math.sqrt(variance * remaining_share) / scored_weight
+    if candidate_sum / total_weight > best_mean:
+        return max(mean_deficit, candidate_sum / total_weight - best_mean) + standard_error
+    if count < MIN_GROUPS:
+        return None
+    limit = float(special.stdtrit(count - 1, 1 - ALPHA)) * standard_error
+    return (
+        mean_deficit + standard_error
+        if min(mean_deficit, candidate_sum / scored_weight - best_mean) > limit
+        else None
+    )
+
+
 def make_space(model: Any, extension: Extension) -> SearchSpace:
     """Return the search space of a model: the rotation that `patch` would change, and the target.
 
@@ -329,9 +329,3 @@ def make_space(model: Any, extension: Extension) -> SearchSpace:
         )
     (geometry,) = plan.geometries.values()
     return SearchSpace(geometry, plan.method.factor)
-
-
-def _require_scored(value: float | None) -> float:
-    if value is None:
-        raise ValueError("against must be a complete evaluation, got one that was given up")
-    return value

@@ -13,6 +13,7 @@ from rope_patch.utils.figures import (
     Canvas,
     canvas,
     legend_label,
+    mark_critical_dimension,
     require_plot_path,
     write_figure,
 )
@@ -153,18 +154,7 @@ def _mark_critical_dimension(axes: Axes, space: SearchSpace) -> None:
     pair = math.ceil(space.geometry.pair_with_rotations(1) - 1e-9)
     if not 0 < pair < space.pairs:
         return
-    axes.axvline(pair - 0.5, color=PAPER["m3"], lw=1.6, ls=(0, (5, 2)), zorder=2)
-    on_left = pair > space.pairs * 0.7
-    axes.annotate(
-        f"critical dimension: pair {pair}\nand later ones never turned once",
-        (pair - 0.5, 0),
-        (-6 if on_left else 6, 6),
-        xycoords=axes.get_xaxis_transform(),
-        textcoords="offset points",
-        color=PAPER["m3"],
-        ha="right" if on_left else "left",
-        va="bottom",
-    )
+    mark_critical_dimension(axes, pair, on_left=pair > space.pairs * 0.7, at_top=False)
 
 
 def _draw_history(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:

@@ -153,16 +153,13 @@ def _from_config(path: Path, text_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attention_factor(path: Path, scaling: dict[str, Any]) -> float | None:
-    """Return the multiplier of cos and sin, if any.
-
-    Raises:
-        ValueError: Different ones for short and long sequences, which `longrope` cannot express.
-    """
+    """Return the multiplier of cos and sin, if any."""
     factors = {
         float(scaling[name])
         for name in ("attention_factor", "short_mscale", "long_mscale")
         if scaling.get(name) is not None
     }
+    # `longrope` cannot express different ones for short and long sequences.
     if len(factors) > 1:
         raise ValueError(
             f"{path} multiplies cos and sin by {' and '.join(f'{v:g}' for v in sorted(factors))} "

@@ -100,11 +100,7 @@ def prepare(space: SearchSpace, tokenizer: Any, request: SampleRequest) -> Sampl
 def _choose_fitness(
     space: SearchSpace, tokenizer: Any, fitness: str | None, text: str | Sequence[str] | None
 ) -> str:
-    """Return the fitness: the requested one, else needles, or recall if needles do not fit.
-
-    Raises:
-        ValueError: Needles are requested and do not fit, or recall of a text.
-    """
+    """Return the fitness: the requested one, else needles, or recall if needles do not fit."""
     if fitness == "recall" and text is not None:
         raise ValueError(
             "recall asks for pairs of the tokenizer's own words: leave the text out, or search by "

@@ -18,222 +18,22 @@ from rope_patch.methods.base import NO_ROTATION
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.fitness import Evaluation
 from rope_patch.utils import atomic_files
-from rope_patch.utils.checksums import json_digest, json_safe
+from rope_patch.utils.checksums import json_digest, json_safe, require_digest
 from rope_patch.utils.errors import Refused, parse_json, text_html
+from rope_patch.utils.terminal import SignedFormat, align
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from rope_patch.exporting import Export
 
-
 CONFIG_FILE, EXPORTS_FILE, PICTURE_FILE = "config.json", "exports.json", "picture.svg"
-_REFERENCE_ENGINE = "transformers"  # the one engine with both sets of stretches
-
-
-def write_artifacts(result: SearchResult, folder: Path) -> None:
-    """Write the files that the result and the installed packages allow; see `SearchResult.save`."""
-    from rope_patch.exporting.folder import merge_config
-
-    exports = all_exports(result)
-    if exports:
-        reference = exports.get(_REFERENCE_ENGINE, {})
-        if "refused" not in reference:
-            config = merge_config(result.config, reference["config"])
-            atomic_files.atomic_write(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-        else:
-            (folder / CONFIG_FILE).unlink(missing_ok=True)  # the file of an earlier result
-        atomic_files.write_json(folder / EXPORTS_FILE, exports)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return
-    result.plot(folder / PICTURE_FILE)
-
-
-def all_exports(result: SearchResult) -> dict[str, Any]:
-    """Return each engine's config and arguments, or under `refused` why it has no such rotation.
-
-    transformers gets both sets of stretches. The other engines rotate sequences of all lengths
-    alike: they get the candidate's method if they have it, else its stretches pair by pair.
-    """
-    from rope_patch.exporting import ENGINES
-
-    if not result.config:
-        return {}
-    exports: dict[str, Any] = {}
-    for engine in ENGINES:
-        try:
-            exports[engine] = export_for(result, engine).to_dict()
-        except Refused as error:
-            exports[engine] = {"engine": engine, "refused": str(error)}
-    return exports
-
-
-def export_for(result: SearchResult, engine: str, config: Any = None) -> Export:
-    """Return the export for one engine; see `all_exports`.
-
-    Args:
-        result: The search's result.
-        engine: One of `rope_patch.exporting.ENGINES`.
-        config: The unpatched config of the checkpoint to serve; that of the search unless given.
-
-    Raises:
-        ValueError: The engine cannot express the rotation, or the result is not for this model.
-    """
-    from rope_patch.exporting import export
-
-    config = base_config(result) if config is None else config
-    arguments = result.arguments()
-    if engine.startswith(_REFERENCE_ENGINE):
-        return export(_patched_empty_model(result, config, "longrope", arguments), engine)
-    arguments["short_factor"] = arguments["long_factor"]
-    candidate = result.candidate
-    exported = None
-    if candidate.method != "longrope":  # a form that more engines know
-        own_arguments = {"factor": result.factor, **candidate.options, **result.asked}
-        with contextlib.suppress(ValueError):
-            exported = export(
-                _patched_empty_model(result, config, candidate.method, own_arguments), engine
-            )
-    if exported is None:
-        exported = export(_patched_empty_model(result, config, "longrope", arguments), engine)
-    exported.notes.append(
-        "rotates sequences up to the trained length by the found stretches, too; rope_patch and "
-        "transformers leave their frequencies as they were"
-    )
-    return exported
-
-
-def _patched_empty_model(
-    result: SearchResult, config: Any, method: str, arguments: dict[str, Any]
-) -> Any:
-    """Return the result's model without weights, patched.
-
-    Raises:
-        ValueError: The result is not for a model with this config.
-    """
-    from rope_patch.entry_points import patch_rotation
-    from rope_patch.pretrained.loading import empty_model
-
-    model = empty_model(result.model, copy.deepcopy(config))
-    handle = patch_rotation(model, method, kernels="hf", **arguments)
-    geometry = handle.geometries.get(result.layer_type)
-    shapes = [(g.theta, g.rotary_dim, g.trained_length) for g in (geometry, result.geometry) if g]
-    if shapes[0] != shapes[-1] or geometry is None:
-        raise Refused(
-            f"what was found for {result.model} is not for this model: expected theta, rotating "
-            f"dimensions and trained length {shapes[-1]}, got "
-            f"{shapes[0] if geometry else 'no such layer'}"
-        )
-    return model
-
-
-def base_config(result: SearchResult) -> Any:
-    """Return the unpatched config of the model that was searched.
-
-    Raises:
-        ValueError: transformers does not know the model type.
-    """
-    from transformers import AutoConfig
-
-    fields = copy.deepcopy(result.config)
-    try:
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except KeyError as error:
-        raise Refused(f"the config of {result.model} names no model_type") from error
-
-
-FOUND, PLAIN = "found", "none"
-REFERENCES = ("yarn", "ntk", "linear")
-
-
-def compare_on_held_out(
-    evaluations: Mapping[str, Evaluation], samples: Sequence[Sample]
-) -> dict[str, dict[str, Any]]:
-    """Return intervals of each method, and of the differences between the result and the others.
-
-    Args:
-        evaluations: By label, all on the same samples; `FOUND` is one of the labels.
-        samples: The samples, in the evaluations' order.
-
-    Returns:
-        By label: `nll` (nats for a scored token, mean of the samples) with its 95% `interval` over
-        groups; `hits`, `answers` and `accuracy` if there are answers; `error` if it failed.
-        Under "against yarn", ...: `nll` and `interval` of the difference (found - yarn), and of the
-        accuracies' difference `accuracy`, `accuracy interval` and `p` (McNemar's, by groups if
-        samples share texts). With answers and prose, both have equal weight in all losses.
-    """
-    table = {label: _summary(evaluation, samples) for label, evaluation in evaluations.items()}
-    best = evaluations[FOUND]
-    for label, evaluation in evaluations.items():
-        if label != FOUND and best.complete and evaluation.complete:
-            table[f"against {label}"] = _paired_difference(best, evaluation, samples)
-    return table
-
-
-def _summary(evaluation: Evaluation, samples: Sequence[Sample]) -> dict[str, Any]:
-    if not evaluation.complete:
-        return {"error": evaluation.error}
-    interval = _bootstrap_interval([float(nll or 0) for nll in evaluation.nll], samples)
-    summary: dict[str, Any] = {
-        "nll": evaluation.fitness,
-        "interval": interval,
-        "samples": len(samples),
-    }
-    if answers := [hit for hits in evaluation.hits for hit in hits]:
-        summary |= {"hits": sum(answers), "answers": len(answers)}
-        summary["accuracy"] = sum(answers) / len(answers)
-    return summary
-
-
-def _paired_difference(
-    ours: Evaluation, other: Evaluation, samples: Sequence[Sample]
-) -> dict[str, Any]:
-    from rope_patch import statistics
-
-    differences = [float(a or 0) - float(b or 0) for a, b in zip(ours.nll, other.nll, strict=True)]
-    texts, kinds = [sample.group for sample in samples], [sample.prose for sample in samples]
-    interval = statistics.mean_test(differences, texts, kinds).mean
-    comparison: dict[str, Any] = {
-        "nll": ours.fitness - other.fitness,
-        "interval": [interval.low, interval.high],
-    }
-    pairs = [
-        (float(a), float(b), sample.group)
-        for sample, own_hits, other_hits in zip(samples, ours.hits, other.hits, strict=True)
-        for a, b in zip(own_hits, other_hits, strict=True)
-    ]
-    if pairs:
-        own_hits, other_hits, groups = (list(column) for column in zip(*pairs, strict=True))
-        test = statistics.mcnemar(own_hits, other_hits, groups)
-        difference = test.difference
-        comparison |= {
-            "accuracy": difference.estimate,
-            "accuracy interval": [difference.low, difference.high],
-            "p": test.p_value,
-        }
-    return comparison
-
-
-def _bootstrap_interval(values: Sequence[float], samples: Sequence[Sample]) -> list[float]:
-    """Return the 95% interval of the weighted mean, resampling whole groups."""
-    from rope_patch import statistics
-
-    prose = sum(sample.prose for sample in samples)
-    share = {True: prose, False: len(samples) - prose}
-    groups: dict[str, list[int]] = {}
-    for i, sample in enumerate(samples):
-        groups.setdefault(sample.group, []).append(i)
-    interval = statistics.bootstrap_mean(
-        [[values[i] for i in group] for group in groups.values()],
-        [[1 / share[samples[i].prose] for i in group] for group in groups.values()],
-    )
-    return [interval.low, interval.high]
-
-
 RESULT_FORMAT = "rope_patch.search/1"
 RESULT_FILE = "found.json"
+_REFERENCE_ENGINE = "transformers"  # the one engine with both sets of stretches
+FOUND, PLAIN = "found", "none"
+REFERENCES = ("yarn", "ntk", "linear")
+_NATS, _PERCENT = SignedFormat(4), SignedFormat(1, unit="%")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -494,14 +294,7 @@ def _load_verified(path: Path) -> dict[str, Any]:
             else f"{path} is not the result of rope-patch search: expected format "
             f"{RESULT_FORMAT!r}, got {file_format!r}"
         )
-    body = {key: value for key, value in data.items() if key != "digest"}
-    expected = json_digest(body)
-    if data.get("digest") != expected:
-        raise ValueError(
-            f"{path} was changed after it was written: its contents have the digest {expected}, it "
-            f"says {data.get('digest')!r}; restore the file, or search again"
-        )
-    return body
+    return require_digest(data, path, "restore the file, or search again")
 
 
 def _parse_geometry(data: dict[str, Any]) -> Geometry:
@@ -549,13 +342,13 @@ def summary_text(result: SearchResult) -> str:
     ]
     if rows:
         lines += ["", "on other samples than the search's (nats a token, smaller is better):"]
-        width = max(len(label) for label, _ in rows)
-        lines += [f"  {label:<{width}}  {_format_measurement(value)}" for label, value in rows]
+        table = align([(label, _format_measurement(value)) for label, value in rows])
+        lines += [f"  {line}" for line in table]
     pairs = [(k, v) for k, v in result.held_out.items() if k.startswith("against ")]
     if pairs:
         lines += ["", "found less the other, on the same samples:"]
-        width = max(len(label) for label, _ in pairs)
-        lines += [f"  {label:<{width}}  {_format_difference(value)}" for label, value in pairs]
+        table = align([(label, _format_difference(value)) for label, value in pairs])
+        lines += [f"  {line}" for line in table]
     return "\n".join(lines)
 
 
@@ -586,15 +379,213 @@ def _format_difference(value: Any) -> str:
     """Return the result's difference from another method, with 95% intervals, as text."""
     if not isinstance(value, dict) or "nll" not in value:
         return str(value)
-    text = f"{float(value['nll']):+.4f} nats"
-    if interval := value.get("interval"):
-        low, high = map(float, interval)
-        is_open = math.isinf(high - low)  # too few texts
-        text += " (no interval)" if is_open else f" ({low:+.4f} to {high:+.4f})"
+    nats = float(value["nll"])
+    interval = value.get("interval")
+    text = (
+        _NATS.with_interval(nats, [float(bound) for bound in interval], unit=" nats")
+        if interval
+        else f"{_NATS.number(nats)} nats"
+    )
     if value.get("accuracy") is not None:
-        text += f", {float(value['accuracy']):+.1%} of answers"
+        text += f", {_PERCENT.number(100 * float(value['accuracy']))} of answers"
         if interval := value.get("accuracy interval"):
-            text += f" ({float(interval[0]):+.1%} to {float(interval[1]):+.1%})"
+            text += f" ({_PERCENT.range(*(100 * float(bound) for bound in interval))})"
         if value.get("p") is not None:
             text += f", p = {float(value['p']):.2g}"
     return text
+
+
+def write_artifacts(result: SearchResult, folder: Path) -> None:
+    """Write the files that the result and the installed packages allow; see `SearchResult.save`."""
+    from rope_patch.exporting.folder import merge_config
+
+    exports = all_exports(result)
+    if exports:
+        reference = exports.get(_REFERENCE_ENGINE, {})
+        if "refused" not in reference:
+            config = merge_config(result.config, reference["config"])
+            atomic_files.atomic_write(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        else:
+            (folder / CONFIG_FILE).unlink(missing_ok=True)  # the file of an earlier result
+        atomic_files.write_json(folder / EXPORTS_FILE, exports)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return
+    result.plot(folder / PICTURE_FILE)
+
+
+def all_exports(result: SearchResult) -> dict[str, Any]:
+    """Return each engine's config and arguments, or under `refused` why it has no such rotation.
+
+    transformers gets both sets of stretches. The other engines rotate sequences of all lengths
+    alike: they get the candidate's method if they have it, else its stretches pair by pair.
+    """
+    from rope_patch.exporting import ENGINES
+
+    if not result.config:
+        return {}
+    exports: dict[str, Any] = {}
+    for engine in ENGINES:
+        try:
+            exports[engine] = export_for(result, engine).to_dict()
+        except Refused as error:
+            exports[engine] = {"engine": engine, "refused": str(error)}
+    return exports
+
+
+def export_for(result: SearchResult, engine: str, config: Any = None) -> Export:
+    """Return the export for one engine; see `all_exports`.
+
+    Args:
+        result: The search's result.
+        engine: One of `rope_patch.exporting.ENGINES`.
+        config: The unpatched config of the checkpoint to serve; that of the search unless given.
+
+    Raises:
+        ValueError: The engine cannot express the rotation, or the result is not for this model.
+    """
+    from rope_patch.exporting import export
+
+    config = base_config(result) if config is None else config
+    arguments = result.arguments()
+    if engine.startswith(_REFERENCE_ENGINE):
+        return export(_patched_empty_model(result, config, "longrope", arguments), engine)
+    arguments["short_factor"] = arguments["long_factor"]
+    candidate = result.candidate
+    exported = None
+    if candidate.method != "longrope":  # a form that more engines know
+        own_arguments = {"factor": result.factor, **candidate.options, **result.asked}
+        with contextlib.suppress(ValueError):
+            exported = export(
+                _patched_empty_model(result, config, candidate.method, own_arguments), engine
+            )
+    if exported is None:
+        exported = export(_patched_empty_model(result, config, "longrope", arguments), engine)
+    exported.notes.append(
+        "rotates sequences up to the trained length by the found stretches, too; rope_patch and "
+        "transformers leave their frequencies as they were"
+    )
+    return exported
+
+
+def _patched_empty_model(
+    result: SearchResult, config: Any, method: str, arguments: dict[str, Any]
+) -> Any:
+    """Return the result's model without weights, patched; raise if it is of another model."""
+    from rope_patch.entry_points import patch_rotation
+    from rope_patch.pretrained.loading import empty_model
+
+    model = empty_model(result.model, copy.deepcopy(config))
+    handle = patch_rotation(model, method, kernels="hf", **arguments)
+    geometry = handle.geometries.get(result.layer_type)
+    shapes = [(g.theta, g.rotary_dim, g.trained_length) for g in (geometry, result.geometry) if g]
+    if shapes[0] != shapes[-1] or geometry is None:
+        raise Refused(
+            f"what was found for {result.model} is not for this model: expected theta, rotating "
+            f"dimensions and trained length {shapes[-1]}, got "
+            f"{shapes[0] if geometry else 'no such layer'}"
+        )
+    return model
+
+
+def base_config(result: SearchResult) -> Any:
+    """Return the unpatched config of the model that was searched.
+
+    Raises:
+        ValueError: transformers does not know the model type.
+    """
+    from transformers import AutoConfig
+
+    fields = copy.deepcopy(result.config)
+    try:
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except KeyError as error:
+        raise Refused(f"the config of {result.model} names no model_type") from error
+
+
+def compare_on_held_out(
+    evaluations: Mapping[str, Evaluation], samples: Sequence[Sample]
+) -> dict[str, dict[str, Any]]:
+    """Return intervals of each method, and of the differences between the result and the others.
+
+    Args:
+        evaluations: By label, all on the same samples; `FOUND` is one of the labels.
+        samples: The samples, in the evaluations' order.
+
+    Returns:
+        By label: `nll` (nats for a scored token, mean of the samples) with its 95% `interval` over
+        groups; `hits`, `answers` and `accuracy` if there are answers; `error` if it failed.
+        Under "against yarn", ...: `nll` and `interval` of the difference (found - yarn), and of the
+        accuracies' difference `accuracy`, `accuracy interval` and `p` (McNemar's, by groups if
+        samples share texts). With answers and prose, both have equal weight in all losses.
+    """
+    table = {
+        label: _summarize_evaluation(evaluation, samples)
+        for label, evaluation in evaluations.items()
+    }
+    best = evaluations[FOUND]
+    for label, evaluation in evaluations.items():
+        if label != FOUND and best.complete and evaluation.complete:
+            table[f"against {label}"] = _paired_difference(best, evaluation, samples)
+    return table
+
+
+def _summarize_evaluation(evaluation: Evaluation, samples: Sequence[Sample]) -> dict[str, Any]:
+    if not evaluation.complete:
+        return {"error": evaluation.error}
+    interval = _bootstrap_interval([float(nll or 0) for nll in evaluation.nll], samples)
+    summary: dict[str, Any] = {
+        "nll": evaluation.fitness,
+        "interval": interval,
+        "samples": len(samples),
+    }
+    if answers := [hit for hits in evaluation.hits for hit in hits]:
+        summary |= {"hits": sum(answers), "answers": len(answers)}
+        summary["accuracy"] = sum(answers) / len(answers)
+    return summary
+
+
+def _paired_difference(
+    ours: Evaluation, other: Evaluation, samples: Sequence[Sample]
+) -> dict[str, Any]:
+    from rope_patch import statistics
+
+    differences = [float(a or 0) - float(b or 0) for a, b in zip(ours.nll, other.nll, strict=True)]
+    texts, kinds = [sample.group for sample in samples], [sample.prose for sample in samples]
+    interval = statistics.mean_test(differences, texts, kinds).mean
+    comparison: dict[str, Any] = {
+        "nll": ours.fitness - other.fitness,
+        "interval": [interval.low, interval.high],
+    }
+    pairs = [
+        (float(a), float(b), sample.group)
+        for sample, own_hits, other_hits in zip(samples, ours.hits, other.hits, strict=True)
+        for a, b in zip(own_hits, other_hits, strict=True)
+    ]
+    if pairs:
+        own_hits, other_hits, groups = (list(column) for column in zip(*pairs, strict=True))
+        test = statistics.mcnemar(own_hits, other_hits, groups)
+        difference = test.difference
+        comparison |= {
+            "accuracy": difference.estimate,
+            "accuracy interval": [difference.low, difference.high],
+            "p": test.p_value,
+        }
+    return comparison
+
+
+def _bootstrap_interval(values: Sequence[float], samples: Sequence[Sample]) -> list[float]:
+    """Return the 95% interval of the weighted mean, resampling whole groups."""
+    from rope_patch import statistics
+
+    prose = sum(sample.prose for sample in samples)
+    share = {True: prose, False: len(samples) - prose}
+    groups: dict[str, list[int]] = {}
+    for i, sample in enumerate(samples):
+        groups.setdefault(sample.group, []).append(i)
+    interval = statistics.bootstrap_mean(
+        [[values[i] for i in group] for group in groups.values()],
+        [[1 / share[samples[i].prose] for i in group] for group in groups.values()],
+    )
+    return [interval.low, interval.high]

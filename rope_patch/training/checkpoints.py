@@ -1,12 +1,14 @@
-"""Atomic checkpoints: written to a temporary folder, listed in a manifest, renamed; their mean.
+"""Write checkpoints atomically, find whole ones, and average the last ones.
 
-The mean of a run's last checkpoints, as the weights of its finished model. Tensors are read,
+A checkpoint is written to a temporary folder, listed in a manifest and renamed, so that it counts
+only when all of it is on the disk.
+
+The mean of a run's last checkpoints becomes the weights of its finished model. Tensors are read,
 averaged in float32 and put into the model one after the other, so that memory stays at that of the
 model. LoRA's matrices are not averaged, because the mean of products B·A is not the product of the
-means: each checkpoint's product is computed, and their mean is merged.
-
-Source: Olmo 3, arXiv:2512.13961, section 3.6: the 32B model is the mean of its checkpoints of steps
-10,000, 11,000 and 11,921.
+means: each checkpoint's product is computed, and their mean is merged. Source: Olmo 3,
+arXiv:2512.13961, section 3.6: the 32B model is the mean of its checkpoints of steps 10,000, 11,000
+and 11,921.
 """
 
 from __future__ import annotations
@@ -407,11 +409,7 @@ def _saved_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _read(tensors: Tensors, names: Sequence[str], folder: Path) -> torch.Tensor:
-    """Return a tensor that has one of several names.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return a tensor that has one of several names."""
     for name in names:
         for key in (name, f"module.{name}"):  # DDP wraps the model in a module
             if key in tensors:

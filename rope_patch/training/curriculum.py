@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import shutil
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
 
@@ -25,7 +23,7 @@ from rope_patch.training.run import total_steps
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.training.stage import Stage, stage_folders
 from rope_patch.utils import atomic_files
-from rope_patch.utils.processes import Processes
+from rope_patch.utils.processes import Processes, free_memory
 
 logger = logging.getLogger("rope_patch")
 
@@ -35,7 +33,8 @@ def run_stages(settings: Settings, run_stage: Callable[[Settings], Path | None])
 
     Args:
         settings: A recipe with stages.
-        run_stage: Runs a stage's settings; `finetune` or `loop`.
+        run_stage: Runs a stage's settings: `finetune`, or `loop` of
+            `recipes/experiments/training_loop.py`.
 
     Returns:
         The finished model's folder, on the main process.
@@ -116,11 +115,7 @@ def _holds(stage_settings: Settings, checkpoint: str) -> bool:
 
 
 def _require_resumable(settings: Settings) -> None:
-    """Raise unless the output folder is free, or holds a run of so many stages to resume.
-
-    Raises:
-        ValueError: It holds another run; or the checkpoint to resume from is not the run's.
-    """
+    """Raise unless the output folder is free, or holds a run of so many stages to resume."""
     folder, resume = Path(str(settings.training.output_dir)), settings.extension.resume
     count = len(settings.stages)
     begun = [number for number in stage_folders(folder) if Stage(number, count, folder).has_begun]
@@ -154,11 +149,7 @@ def _require_resumable(settings: Settings) -> None:
 
 
 def _first_unfinished(settings: Settings, loop: bool) -> int:
-    """Return the index of the stage to go on with; the number of stages if none is left.
-
-    Raises:
-        ValueError: A finished stage is of another recipe; names the stage.
-    """
+    """Return the index of the stage to go on with; the number of stages if none is left."""
     for index, stage_settings in enumerate(settings.stages):
         stage = _place(stage_settings)
         following = settings.stages[index + 1] if index + 1 < stage.count else None
@@ -181,11 +172,7 @@ def _first_unfinished(settings: Settings, loop: bool) -> int:
 
 
 def _require_same_steps(stage_settings: Settings, following: Settings | None, loop: bool) -> bool:
-    """Return whether a finished stage has the recipe's steps, and so needs no more.
-
-    Raises:
-        ValueError: It is of another recipe; or it has other steps, and the next one has begun.
-    """
+    """Return whether a finished stage needs no more steps; raise if it is of another recipe."""
     training, stage = stage_settings.training, _place(stage_settings)
     rows = _rows_per_step(stage_settings)
     steps = total_steps(stage_settings, rows * plan.row_length(stage_settings))
@@ -220,11 +207,7 @@ def _rows_per_step(stage_settings: Settings) -> int:
 
 
 def _require_carried_state(stage_settings: Settings) -> None:
-    """Raise if a stage is to start with the optimizer's state of the one before, and has none.
-
-    Raises:
-        ValueError: The checkpoint is missing or damaged.
-    """
+    """Raise if a stage is to start with the optimizer's state of the one before, and has none."""
     stage = _place(stage_settings)
     if not stage_settings.extension.carry_optimizer or stage.previous is None:
         return
@@ -246,9 +229,7 @@ def _write_recipe(settings: Settings) -> None:
 
 def _start_anew(stage_settings: Settings) -> None:
     """Free the memory of the stage before, and set accelerate up as in a new process."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     # transformers' arguments set up the devices once, and keep that as a cached property.
@@ -257,10 +238,7 @@ def _start_anew(stage_settings: Settings) -> None:
 
 
 def _publish(stage: Stage) -> None:
-    """Put the last stage's model where a recipe without stages has its model.
-
-    Its files are linked where the file system allows, so that they take their space once.
-    """
+    """Put the last stage's model where a recipe without stages has its model."""
     target = stage.recipe_folder / checkpoints.MODEL
     for leftover in stage.recipe_folder.glob(f".{checkpoints.MODEL}-*"):  # left by a killed run
         shutil.rmtree(leftover, ignore_errors=True)
@@ -269,6 +247,7 @@ def _publish(stage: Stage) -> None:
             prefix=f".{checkpoints.MODEL}-", dir=stage.recipe_folder
         ) as temporary:
             copy = Path(temporary) / checkpoints.MODEL
+            # Linked where the file system allows, so that the files take their space once.
             shutil.copytree(stage.model, copy, copy_function=_link)
             if target.exists():
                 target.rename(Path(temporary) / "old")

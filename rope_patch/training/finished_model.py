@@ -96,10 +96,8 @@ def _log_data(run: TrainingRun) -> None:
 
 
 def _without_objective(settings: Settings) -> Settings:
-    """Return settings whose model computes its own loss.
-
-    Only the main process builds it, so probing the loss would wait for the others.
-    """
+    """Return settings whose model computes its own loss."""
+    # Only the main process builds this model, so probing its loss would wait for the others.
     return replace(
         settings,
         extension=replace(settings.extension, loss="full", z_loss=0.0),
@@ -108,11 +106,7 @@ def _without_objective(settings: Settings) -> Settings:
 
 
 def _average_checkpoints(run: TrainingRun) -> None:
-    """Set the model's weights to the mean of the last checkpoints.
-
-    Raises:
-        ValueError: They are too few, damaged, or of different runs.
-    """
+    """Set the model's weights to the mean of the last checkpoints."""
     count = run.settings.extension.average_checkpoints
     folders = checkpoints.last_complete(run.folder, count)
     identity.require_same_rotation(

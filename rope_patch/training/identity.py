@@ -88,7 +88,7 @@ def identity_of(
     Args:
         settings: The recipe.
         prepared: The recipe's model.
-        loop: Whether the plain loop takes the steps, not the Trainer.
+        loop: Whether `recipes/experiments/training_loop.py` takes the steps, not the Trainer.
         precision: Number format of matrix products.
         rows: Rows per optimizer step, over all processes.
         steps: Total optimizer steps.

@@ -218,12 +218,10 @@ def _make_distillation(
 
 
 def _load(path: Any, settings: Settings, **load_options: Any) -> Any:
-    """Load and patch a model; in a later stage, with the weights of the stage before.
-
-    A stage rotates as if it were the first one: the rotation is computed from the original model's
-    config, never from the patch of another stage. With LoRA the weights are the original model's,
-    because the adapter goes on.
-    """
+    """Load and patch a model; in a later stage, with the weights of the stage before."""
+    # A stage rotates as if it were the first one: the rotation is computed from the original
+    # model's config, never from the patch of another stage. With LoRA the weights are the original
+    # model's, because the adapter goes on.
     method, stage = settings.extension.method, settings.stage
     if stage is None or stage.previous is None or settings.extension.lora_rank > 0:
         if method == "none":
@@ -246,14 +244,9 @@ def make_objective(settings: Settings, distillation: Distillation | None = None)
 
 
 def _require_document_masks(model: Any, settings: Settings) -> None:
-    """Raise if packed documents would see each other.
-
-    Models with images count three positions a token, and some of them (Qwen2-VL) make no mask from
-    positions that start anew.
-
-    Raises:
-        ValueError: Rows need such a mask.
-    """
+    """Raise if packed documents would see each other."""
+    # Models with images count three positions a token, and some of them (Qwen2-VL) make no mask
+    # from positions that start anew.
     if settings.data.needs_masks and auto_class(model.config) is AutoModelForImageTextToText:
         config = model.config.get_text_config(decoder=True)
         if is_mrope(find_rotaries(model)[0].module, config):

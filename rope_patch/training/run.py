@@ -1,4 +1,8 @@
-"""State of a training run, shared by the Trainer and the loop: folder, rows, checkpoints."""
+"""Hold the state of a training run: its folder, its rows, its progress and its checkpoints.
+
+`rope_patch.training.trainer` takes the steps, or its twin with every step written out,
+`recipes/experiments/training_loop.py`.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,8 @@ class TrainingRun:
         prepared: The recipe's model.
         accelerator: accelerate's Accelerator, whose processes share the work.
         resume: The checkpoint to resume from, if any.
-        entry_point: "finetune" or "loop"; their checkpoints differ.
+        entry_point: "finetune", or "loop" for `recipes/experiments/training_loop.py`; their
+            checkpoints differ.
     """
 
     def __init__(

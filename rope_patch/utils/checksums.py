@@ -67,15 +67,29 @@ def verify_checksum(loaded: Any, location: str) -> dict[str, Any]:
             f"expected {FORMAT!r}: run the evaluation again with this version of rope-patch, or "
             f"read the file with the version that wrote it"
         )
-    body = {key: value for key, value in loaded.items() if key != "digest"}
+    body = require_digest(loaded, location, "restore the file or run the evaluation again")
+    return {key: value for key, value in body.items() if key != "format"}
+
+
+def require_digest(data: Mapping[str, Any], location: object, advice: str) -> dict[str, Any]:
+    """Return data without its digest.
+
+    Args:
+        data: What a file holds.
+        location: The file's name, for the error.
+        advice: What to do about a changed file.
+
+    Raises:
+        ValueError: The data has another digest.
+    """
+    body = {key: value for key, value in data.items() if key != "digest"}
     expected = json_digest(body)
-    if loaded.get("digest") != expected:
+    if data.get("digest") != expected:
         raise ValueError(
             f"{location} was changed after it was written: its contents have the digest "
-            f"{expected}, it says {loaded.get('digest')!r}; restore the file or run the evaluation "
-            "again"
+            f"{expected}, it says {data.get('digest')!r}; {advice}"
         )
-    return {key: value for key, value in body.items() if key != "format"}
+    return body
 
 
 def seal(body: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from html import escape
 from typing import Any
@@ -104,6 +104,18 @@ def markdown_block(text: object, language: str = "") -> str:
     lines = printable(text)
     fence = "`" * max(3, 1 + _longest_run(lines))
     return f"{fence}{language}\n{lines}\n{fence}"
+
+
+def markdown_table(rows: Iterable[Sequence[object]], columns: str) -> list[str]:
+    """Return a table's lines in Markdown, its texts escaped.
+
+    Args:
+        rows: The cells of each row; the first one is the head.
+        columns: A letter for each column: l if its text stands to the left, r if to the right.
+    """
+    head, *others = ("| " + " | ".join(map(escape_markdown, row)) + " |" for row in rows)
+    rule = "".join({"l": "|:--", "r": "|--:"}[column] for column in columns) + "|"
+    return [head, rule, *others]
 
 
 def printable(text: object) -> str:

@@ -203,3 +203,25 @@ def _with_palette(encoded: str) -> str:
     file = BytesIO()
     small.save(file, format="png", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def mark_critical_dimension(axes: Axes, pair: int, *, on_left: bool, at_top: bool) -> None:
+    """Draw a line before the first pair without a full rotation in training, and name it.
+
+    Args:
+        axes: Axes with a place for each pair.
+        pair: The pair.
+        on_left: Whether the text stands to the left of the line.
+        at_top: Whether the text stands at the top.
+    """
+    axes.axvline(pair - 0.5, color=PAPER["m3"], lw=1.6, ls=(0, (5, 2)), zorder=2)
+    axes.annotate(
+        f"critical dimension: pair {pair}\nand later ones never turned once",
+        (pair - 0.5, 1 if at_top else 0),
+        (-6 if on_left else 6, -6 if at_top else 6),
+        xycoords=axes.get_xaxis_transform(),
+        textcoords="offset points",
+        color=PAPER["m3"],
+        ha="right" if on_left else "left",
+        va="top" if at_top else "bottom",
+    )

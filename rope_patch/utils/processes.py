@@ -1,7 +1,8 @@
-"""The processes of one run: how they divide work and wait for one another."""
+"""The processes of one run: how they divide work, wait for one another and free memory."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -105,3 +106,12 @@ class Processes:
         if problem is not None:
             raise problem
         return value
+
+
+def free_memory() -> None:
+    """Free the memory of objects that nothing holds any more, for the next model or measurement."""
+    import torch
+
+    gc.collect()  # a failure's traceback and frames form cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,11 +1,13 @@
-"""What a terminal shows: progress bars, durations to read, rows in aligned columns."""
+"""Show progress, durations, signed numbers with their intervals, and rows in aligned columns."""
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -62,6 +64,53 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+@dataclass(frozen=True)
+class SignedFormat:
+    """The form of differences: each number has its sign, +0.12 or −3.0.
+
+    Attributes:
+        digits: Digits behind the point.
+        minus: The sign of negative numbers: a hyphen for terminals, "−" for pages.
+        zero: The sign of a number that rounds to zero; its own sign if None.
+        unit: Follows every number.
+    """
+
+    digits: int
+    minus: str = "-"
+    zero: str | None = None
+    unit: str = ""
+
+    def number(self, value: float) -> str:
+        """Return a number with its sign."""
+        text = f"{value:+.{self.digits}f}"
+        sign, magnitude = text[0], text[1:]
+        if self.zero is not None and float(magnitude) == 0:
+            sign = self.zero
+        elif sign == "-":
+            sign = self.minus
+        return f"{sign}{magnitude}{self.unit}"
+
+    def range(self, low: float, high: float) -> str:
+        """Return an interval: +0.05 to +0.19."""
+        return f"{self.number(low)} to {self.number(high)}"
+
+    def with_interval(
+        self, value: float, bounds: Sequence[float], *, unit: str = "", range_unit: str = ""
+    ) -> str:
+        """Return a number with its interval in brackets: +0.12 nats (+0.05 to +0.19).
+
+        Args:
+            value: The number.
+            bounds: The low and the high end; infinite if the interval is unknown.
+            unit: Follows the number, and not the ends.
+            range_unit: Follows the interval.
+        """
+        low, high = bounds
+        known = not math.isinf(high - low)  # infinite where there are too few texts
+        span = f"{self.range(low, high)}{range_unit}" if known else "no interval"
+        return f"{self.number(value)}{unit} ({span})"
 
 
 def align(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:

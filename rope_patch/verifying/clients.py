@@ -161,11 +161,7 @@ class _OwnOriginOnly(urllib.request.HTTPRedirectHandler):
         headers: Message[str, str],
         newurl: str,
     ) -> urllib.request.Request | None:
-        """Return the request to the new address.
-
-        Raises:
-            CannotVerify: The new address has another scheme, host or port.
-        """
+        """Return the request to the new address; raise if that is another scheme, host or port."""
         if _origin(newurl) != _origin(req.full_url):
             raise CannotVerify(
                 f"{one_line(req.full_url)} redirects to {one_line(newurl)}, another server: "
@@ -256,15 +252,10 @@ class JsonClient:
             ) from error
 
     def _read(self, request: urllib.request.Request) -> bytes:
-        """Return an answer's body, and end at the deadline whatever the server does.
-
-        A socket's timeout bounds a single read, so a server that sends a byte a second would never
-        meet it. The request runs in a thread of its own, which is left behind at the deadline.
-
-        Raises:
-            TimeoutError: At the deadline.
-            HttpError: The server answered with an error.
-        """
+        """Return an answer's body, and end at the deadline whatever the server does."""
+        # A socket's timeout bounds a single read, so a server that sends a byte a second would
+        # never meet it. The request runs in a thread of its own, which is left behind at the
+        # deadline.
         left = self.seconds - self._waited
         outcome: list[bytes | BaseException] = []
         is_late = threading.Event()
@@ -296,11 +287,7 @@ class JsonClient:
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:
-    """Return scheme, host and port of an address.
-
-    Raises:
-        ValueError: It is no address.
-    """
+    """Return scheme, host and port of an address; raise if it is none."""
     parts = urllib.parse.urlsplit(url)
     standard = {"http": 80, "https": 443}.get(parts.scheme)
     return parts.scheme, parts.hostname, standard if parts.port is None else parts.port
@@ -402,11 +389,7 @@ class OpenAICompletions(Engine):
         return Observation.of_written(ids, written, values)
 
     def _complete(self, body: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-        """Return the first choice; ask for one token where a server writes no fewer.
-
-        Raises:
-            HttpError: The server refuses the request.
-        """
+        """Return the first choice; ask for one token where a server writes no fewer."""
         body = {"model": self.model, "temperature": 0.0, **body}
         try:
             answer = self._client.post(_COMPLETIONS_PATH, {**body, "max_tokens": max_tokens})

@@ -1,9 +1,9 @@
-"""The reference: transformers' log-probabilities of a prompt's tokens under each hypothesis.
+"""Compute with transformers what a correct engine would answer, under each hypothesis.
 
-Whether an engine serves the model that it is compared with, and the noise of its numbers. The
-second token of a text sees one key, so its attention weight is 1 under any rotation: what engine
-and reference differ by there is weights, vocabulary and numerics alone. Attention sinks (gpt-oss)
-share that weight, and the attention factor decides how much of it they get.
+`open_subject` takes the model to compare with and yields it unpatched. `Reference` returns the
+log-probabilities of a prompt's scored tokens under a hypothesis. `measure_noise` returns the
+engine's mean difference from the reference where no rotation has influence, and raises if the
+engine serves another model.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from rope_patch.verifying.hypotheses import WRAPS, AskedRotation, Hypothesis
 from rope_patch.verifying.probe_prompts import PAIR, ProbePrompt, PromptMaker
 from rope_patch.verifying.verdict import LEAST
 
+_PAIRS = 16  # texts of two tokens, to measure the noise by
+_OTHER_MODEL = 1.5  # nats a token: more than weights of four bits lose, so another model answers
+_QUIET = 1e-3  # nats a token: too little noise to look for an attention factor in it
 _CHUNK = 2**25  # numbers that a log-softmax computes at once
 
 
@@ -150,17 +153,6 @@ class Reference:
             undo_log.undo()
 
 
-def _gather(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the tokens' log-probabilities in float64 on the CPU."""
-    rows = max(1, _CHUNK // logits.shape[-1])
-    return torch.cat(
-        [
-            part.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0].double().cpu()
-            for part, ids in zip(logits.split(rows), tokens.split(rows), strict=True)
-        ]
-    )
-
-
 @dataclass(frozen=True)
 class Subject:
     """The model to compare with.
@@ -227,11 +219,6 @@ def open_subject(
     yield Subject(model, handle.extension, tokenizer)
 
 
-_PAIRS = 16
-_OTHER_MODEL = 1.5  # nats a token: more than weights of four bits lose, so another model answers
-_QUIET = 1e-3  # nats a token: too little noise to look for an attention factor in it
-
-
 def measure_noise(
     engine: Engine, reference: Reference, maker: PromptMaker, hypotheses: Sequence[Hypothesis]
 ) -> float:
@@ -254,6 +241,8 @@ def measure_noise(
             f"{engine.name} has a vocabulary of {engine.vocab_size:,} tokens, expected the "
             f"model's {size:,}: give --against the model that it serves"
         )
+    # The second token of a text sees one key, so its attention weight is 1 under any rotation: what
+    # engine and reference differ by there is weights, vocabulary and numerics alone.
     prompts = _possible_pairs(reference, maker)
     observations: list[Observation] = [engine.observe(prompt) for prompt in prompts]
     observed = torch.tensor([v for each in observations for v in each.log_probs]).double()
@@ -264,8 +253,9 @@ def measure_noise(
             "each: turn log-probabilities on"
         )
     noise = _difference(observed, reference.plain_log_probs(answered))
+    # Attention sinks (gpt-oss) share that weight; the attention factor decides how much they get.
     if noise > _QUIET:
-        by_factor = {_attention_factors(each): each for each in reversed(hypotheses)}
+        by_factor = {_factors_of(each): each for each in reversed(hypotheses)}
         noise = min(
             noise,
             *(
@@ -282,12 +272,21 @@ def measure_noise(
     return noise
 
 
-def _possible_pairs(reference: Reference, maker: PromptMaker) -> list[ProbePrompt]:
-    """Return pairs of random tokens, with second ones that the model finds possible.
+def _gather(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the tokens' log-probabilities in float64 on the CPU."""
+    rows = max(1, _CHUNK // logits.shape[-1])
+    return torch.cat(
+        [
+            part.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0].double().cpu()
+            for part, ids in zip(logits.split(rows), tokens.split(rows), strict=True)
+        ]
+    )
 
-    Of a large vocabulary, few are (an eighth of SmolLM2's). An engine and a reference that both
-    find a token impossible say nothing about noise.
-    """
+
+def _possible_pairs(reference: Reference, maker: PromptMaker) -> list[ProbePrompt]:
+    """Return pairs of random tokens, with second ones that the model finds possible."""
+    # Of a large vocabulary, few are possible (an eighth of SmolLM2's). An engine and a reference
+    # that both find a token impossible say nothing about noise.
     vocabulary = torch.tensor(maker.vocabulary)
     pairs = []
     for pair in (maker.make(PAIR, 2) for _ in range(_PAIRS)):
@@ -304,7 +303,7 @@ def _difference(observed: torch.Tensor, expected: torch.Tensor) -> float:
     return float((observed.clamp(min=LEAST) - expected.clamp(min=LEAST)).abs().mean())
 
 
-def _attention_factors(hypothesis: Hypothesis) -> tuple[float, ...]:
+def _factors_of(hypothesis: Hypothesis) -> tuple[float, ...]:
     rotation = hypothesis.rotation(2)
     factors = [each.attention_factor for each in rotation.frequencies.values()]
     return (*factors, rotation.softmax_mscale)

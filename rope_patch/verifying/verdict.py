@@ -238,10 +238,7 @@ def _surprise(residuals: torch.Tensor, scale: float) -> torch.Tensor:
 def _place(
     residuals: Sequence[torch.Tensor], differences: Sequence[torch.Tensor]
 ) -> tuple[float, float]:
-    """Return the least-squares share of `differences` in `residuals`, and its standard error.
-
-    The error is the jackknife's over blocks of neighbouring tokens.
-    """
+    """Return the least-squares share of `differences` in `residuals`, and its standard error."""
     numerators, denominators = [], []
     for residual, difference in zip(residuals, differences, strict=True):
         for r, d in zip(residual.split(_BLOCK), difference.split(_BLOCK), strict=True):
@@ -250,6 +247,7 @@ def _place(
     n, d = torch.tensor(numerators).double(), torch.tensor(denominators).double()
     if len(d) < 2 or not (d.sum() - d > 0).all():  # all in one block, or no difference at all
         return (float(n.sum() / d.sum()) if d.sum() > 0 else 0.0), float("inf")
+    # The jackknife over blocks of neighbouring tokens.
     without = (n.sum() - n) / (d.sum() - d)
     spread = (without - without.mean()).square().sum() * (len(d) - 1) / len(d)
     return float(n.sum() / d.sum()), float(spread.sqrt())

@@ -336,7 +336,7 @@ def test_resolved_stages_are_a_recipe_with_the_same_settings(tmp_path):
         ([{}, {"model": "x"}], "stage 2: model "),
         ([{"lora_rank": 4}, {}], "stage 2: lora_rank .* 4 .* 0"),
         ([{}, {"max_steps": "abc"}], "stage 2 of 2: max_steps"),
-        ([{}, {"push_to_hub": True}], "stage 2 of 2: push_to_hub"),
+        ([{}, {"push_to_hub": True}], "stage 2 of 2: recipes have no key push_to_hub"),
         ([{}, {"loss": "small"}], "stage 2 of 2: loss"),
     ],
 )

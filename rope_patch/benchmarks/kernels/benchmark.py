@@ -6,7 +6,6 @@ faster than that.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import platform
@@ -63,6 +62,7 @@ from rope_patch.utils.atomic_files import add_write_advice, atomic_write
 from rope_patch.utils.checksums import json_safe
 from rope_patch.utils.errors import one_line
 from rope_patch.utils.installation import version
+from rope_patch.utils.processes import free_memory
 from rope_patch.utils.terminal import progress_bar
 
 logger = logging.getLogger("rope_patch")
@@ -355,7 +355,7 @@ def _measure_problem(
     except RuntimeError as error:  # a GPU stays broken after a bad kernel
         return {**case, "not_measured": describe_error(error), "rows": []}
     finally:
-        _free_after_failure()
+        free_memory()
 
 
 def _measure_implementations(
@@ -378,7 +378,7 @@ def _measure_implementations(
         else:
             implementations[contender.name] = worker
         if "not_measured" in row:  # outside `except`, so that the error holds no tensors
-            _free_after_failure()
+            free_memory()
     by_name = {row["contender"]: row for row in rows}
     for phase in _phases(problem):
         timed = _time_phase(phase, implementations, repeats)
@@ -468,7 +468,7 @@ def _time_phase(phase: str, implementations: dict[str, TimedCalls], repeats: int
         except Exception as error:
             failed[name] = describe_error(error)
         if name in failed:
-            _free_after_failure()
+            free_memory()
     if COPY in failed:
         raise RuntimeError(f"the copy: {failed[COPY]}")
     seconds: dict[str, list[list[float]]] = {name: [] for name in clocks}
@@ -523,13 +523,6 @@ def _bandwidth(problem: Problem, copies: list[dict[str, Any]]) -> float:
     phase = FORWARD if problem.length > 1 else WALL
     ms = min(copy["times"][phase]["ms"] for copy in copies if phase in copy["times"])
     return 2 * problem.bytes / (ms / 1e3)
-
-
-def _free_after_failure() -> None:
-    """Free the memory that a failure may hold, for the next measurement."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def case_of(problem: Problem) -> dict[str, Any]:

@@ -252,16 +252,7 @@ def _load_one(
 
 
 def _load_with(manager: Any, name: str, root: Path | None = None) -> dict[str, Any]:
-    """Return a manager's task objects of a name, by their names.
-
-    Args:
-        manager: lm-eval's TaskManager.
-        name: A task, group or tag.
-        root: The user's folder that it is from; None for a task of lm-eval.
-
-    Raises:
-        ValueError: A task that cannot be built.
-    """
+    """Return a task manager's objects of a name; `root` is the user's folder that it is from."""
     try:
         with _network_timeouts():
             task_objects: dict[str, Any] = manager.load([name])["tasks"]
@@ -286,13 +277,11 @@ def _load_with(manager: Any, name: str, root: Path | None = None) -> dict[str, A
 
 @contextlib.contextmanager
 def _network_timeouts() -> Iterator[None]:
-    """Bound the time of what lm-eval's builders do on the network by themselves.
-
-    Some ask servers that know nothing of HF_HUB_OFFLINE: RULER's import downloads a tokenizer of
-    sentences for nltk, with no limit of time, and its questions come by plain HTTP.
-    """
+    """Bound the time of what lm-eval's builders do on the network by themselves."""
     from huggingface_hub import constants
 
+    # Some builders ask servers that know nothing of HF_HUB_OFFLINE: RULER's import downloads a
+    # tokenizer of sentences for nltk, with no limit of time, and its questions come by plain HTTP.
     swaps, before = UndoLog(), socket.getdefaulttimeout()
     socket.setdefaulttimeout(_TIMEOUT)
     output: Any = sys.stderr  # standard output is for results
@@ -319,11 +308,7 @@ def _offline_error(url: str, **_: Any) -> None:
 
 
 def _require_feasible_length(length: int, tokenizer: str) -> None:
-    """Raise if lm-eval's variable tracking would never finish building at this length.
-
-    It tries until a sample fits, which never happens where its smallest is too long: its example is
-    made for 500 tokens, and the least noise is 10 sentences.
-    """
+    """Raise if lm-eval's variable tracking would never finish building at this length."""
     from lm_eval.tasks.ruler import common_utils, vt_utils
 
     read = common_utils.get_tokenizer(tokenizer)
@@ -332,6 +317,8 @@ def _require_feasible_length(length: int, tokenizer: str) -> None:
         text, answer = vt_utils.generate_input_output(noises, 1, 4, is_icl=example)
         return len(read(f"{text} {answer}").input_ids)
 
+    # lm-eval tries until a sample fits, which never happens where its smallest is too long: its
+    # example is made for 500 tokens, and the least noise is 10 sentences.
     room = vt_utils.CONFIG["variable_tracking"]["tokens_to_generate"]
     example = round(1.1 * tokens(5, True)) + room  # names are random, so sizes differ a little
     least = round(1.1 * tokens(10, False)) + room + 500

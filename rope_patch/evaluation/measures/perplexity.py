@@ -1,16 +1,19 @@
-"""Losses of a long document's tokens, and perplexity: against position, of key tokens, in windows.
+"""Compute losses of a long document's tokens, and perplexity: by position, key token and window.
 
-LongPPL: perplexity of the tokens that need the far past (arXiv:2410.23771). Most tokens of a text
-follow from their sentence, so the mean over all tokens hides whether a model uses a long context.
-An evaluator finds the few key tokens: it expects them given a long context, and not given a short
-one. The paper's evaluator is a large model. Here it is the model to extend, without the patch and
-within its trained length. So key tokens need at most a trained length of context. They show whether
-a patched model, far into a text, still uses the context that it could use before. They cannot show
-whether it uses more.
+In come a live model and a document's tokens; out come losses of the tokens or of blocks of them.
+Perplexities and their intervals are computed from these when a report is written.
 
-Perplexity by sliding windows: the same tokens after more and more context. The protocol of Press et
-al. (arXiv:2108.12409) as YaRN uses it (arXiv:2309.00071), with a stride of 256 tokens, of which
-only some windows, spread evenly, are run.
+LongPPL is the perplexity of the tokens that need the far past (arXiv:2410.23771). Most tokens of a
+text follow from their sentence, so the mean over all tokens hides whether a model uses a long
+context. An evaluator finds the few key tokens: it expects them given a long context, and not given
+a short one. The paper's evaluator is a large model. Here it is the model to extend, without the
+patch and within its trained length. So key tokens need at most a trained length of context. They
+show whether a patched model, far into a text, still uses the context that it could use before. They
+cannot show whether it uses more.
+
+Perplexity by sliding windows scores the same tokens after more and more context. It follows the
+protocol of Press et al. (arXiv:2108.12409) as YaRN uses it (arXiv:2309.00071), with a stride of 256
+tokens, of which only some windows, spread evenly, are run.
 """
 
 from __future__ import annotations
@@ -196,13 +199,11 @@ def token_losses(
 
 
 def _hidden_states(model: Any, tokens: torch.Tensor, label: str) -> torch.Tensor:
-    """Return the decoder's output `[1, S, hidden]`; show a progress bar that counts layers.
-
-    Where layers have a window, tokens are read in parts, so that such a layer only ever looks at
-    what its window holds: most of the time that a long text takes in one part is masked away.
-    """
+    """Return the decoder's output `[1, S, hidden]`; show a progress bar that counts layers."""
     length = tokens.shape[1]
     config = model.config.get_text_config(decoder=True)
+    # Where layers have a window, tokens are read in parts, so that such a layer only ever looks at
+    # what its window holds: most of the time that a long text takes in one part is masked away.
     sliding = any(DynamicCache(config=config).is_sliding)
     cache = DynamicCache(config=config) if sliding and length > PREFILL_CHUNK else None
     starts = range(0, length, length if cache is None else PREFILL_CHUNK)
@@ -230,11 +231,9 @@ def _hidden_states(model: Any, tokens: torch.Tensor, label: str) -> torch.Tensor
 
 
 def _lm_head_logits(model: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the model's own logits for hidden states, `[1, n, vocabulary]`.
-
-    The model's forward runs whole, with a decoder that hands out what it computed before: so soft
-    caps and scales of logits are the model's own, in every architecture.
-    """
+    """Return the model's own logits for hidden states, `[1, n, vocabulary]`."""
+    # The model's forward runs whole, with a decoder that hands out what it computed before: so soft
+    # caps and scales of logits are the model's own, in every architecture.
     swaps = UndoLog()
     output = decoder_output(hidden)
     swaps.set(model.base_model, "forward", lambda *_, **__: output)
@@ -299,10 +298,8 @@ def longppl(losses: list[float]) -> float:
 
 
 def _losses_given(model: Any, ids: list[int], context: int, head: int, label: str) -> torch.Tensor:
-    """Return losses of all tokens but the first, `[S - 1]`, each after `context` tokens or more.
-
-    Windows of `2 * context` tokens overlap by half; all but the first score their second half.
-    """
+    """Return losses of all tokens but the first, `[S - 1]`, each after `context` tokens or more."""
+    # Windows of `2 * context` tokens overlap by half; all but the first score their second half.
     losses = []
     starts = range(0, max(len(ids) - context, 1), context)
     for start in progress_bar(starts, desc=f"key tokens, {label} context", unit="pass"):

@@ -1,7 +1,10 @@
-"""Figures of a report: what each shows, the question that it answers, and how it is drawn.
+"""Draw the figures of a report, each with a question as its title.
 
-Pictures: one drawing as PNG, to attach elsewhere, and as SVG that follows a page's colours. Lengths
-are in CSS pixels throughout: at 72 dots per inch one point of matplotlib is one pixel.
+`draw_figures` takes a run's statistics and the ranking of its methods, and returns a `Picture` by
+name: one drawing as PNG, to attach elsewhere, and as SVG that follows a page's colours.
+`draw_heat_maps` returns the scores by length and depth as PNG.
+
+Lengths are in CSS pixels throughout: at 72 dots per inch one point of matplotlib is one pixel.
 """
 
 from __future__ import annotations
@@ -329,8 +332,8 @@ def draw_panels(name: str, question: str, alt: str, panels: list[Panel]) -> Pict
         alt: What it shows, for those who do not see it.
         panels: At least one.
     """
-    labels = max((_labels(panel) for panel in panels), key=len)
-    longest = max(len(label) for panel in panels for label, _, _ in _labels(panel))
+    labels = max((_line_labels(panel) for panel in panels), key=len)
+    longest = max(len(label) for panel in panels for label, _, _ in _line_labels(panel))
 
     def paint(width: int) -> Figure:
         wide = width == WIDE_WIDTH
@@ -354,7 +357,7 @@ def draw_panels(name: str, question: str, alt: str, panels: list[Panel]) -> Pict
                 if direct:
                     _label_line_ends(axes, panel, roof, high)
                 else:
-                    shown = [(handles[line.label], text) for text, _, line in _labels(panel)]
+                    shown = [(handles[line.label], text) for text, _, line in _line_labels(panel)]
                     most = 100 if wide else 38
                     page.figure.legend(
                         [handle for handle, _ in shown],
@@ -369,7 +372,7 @@ def draw_panels(name: str, question: str, alt: str, panels: list[Panel]) -> Pict
     return render_picture(name, alt, paint)
 
 
-def _labels(panel: Panel) -> list[tuple[str, str, Line]]:
+def _line_labels(panel: Panel) -> list[tuple[str, str, Line]]:
     """Return each label with its colour and line; all grey lines have one together."""
     labels = [(line.label, line.key, line) for line in panel.lines if line.key != REST]
     rest = [line for line in panel.lines if line.key == REST]
@@ -515,7 +518,7 @@ def _label_line_ends(axes: Axes, panel: Panel, roof: float, high: float) -> None
     """Write each label to the right of its line's last point, without overlaps."""
     gap, at = 1.35 * FONT / high, -1.0
     ends = []
-    for text, key, line in _labels(panel):
+    for text, key, line in _line_labels(panel):
         last = next((y for _, y in reversed(line.points) if not math.isnan(y)), roof)
         spot = axes.transAxes.inverted().transform(axes.transData.transform((1, min(last, roof))))
         ends.append((float(spot[1]), text, key, line))

@@ -110,11 +110,9 @@ def _comparable(first: RunRecord, second: RunRecord) -> bool:
 
 
 def _has_same_prompts(first: RunRecord, second: RunRecord) -> bool:
-    """Return whether questions of the same name in two runs are known to have the same prompts.
-
-    Without a chat template, a question's name determines its prompt in older results.
-    """
+    """Return whether questions of the same name in two runs are known to have the same prompts."""
     mine, theirs = _prompts(first), _prompts(second)
+    # Without a chat template, a question's name determines its prompt in older results.
     in_chat = first["run"].get("chat_template") is not None
     return all(
         mine[name] == theirs[name] and not (in_chat and mine[name] is None)
@@ -123,16 +121,14 @@ def _has_same_prompts(first: RunRecord, second: RunRecord) -> bool:
 
 
 def _prompts(run: RunRecord) -> dict[tuple[str, str], object]:
-    """Return the digest of each question's prompt, None where an older version kept none.
-
-    The questions of one of lm-eval's own tasks have one digest together.
-    """
+    """Return the digest of each question's prompt, None where an older version kept none."""
     retrieval: dict[tuple[str, str], object] = {
         (entry["task"], sample["id"]): sample.get("prompt")
         for entry in run.get("retrieval") or []
         for samples in entry["samples"].values()
         for sample in samples
     }
+    # The questions of one of lm-eval's own tasks have one digest together.
     harness = {
         (entry["task"], ""): next(iter(metrics.values())).get("prompts")
         for entry in run.get("harness") or []

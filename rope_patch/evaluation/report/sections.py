@@ -274,7 +274,7 @@ def _perplexity_section(stats: RunStatistics, pictures: dict[str, Picture]) -> S
         heading="Perplexity by position",
         notes=notes,
         picture=pictures.get("perplexity"),
-        tables=report_tables.tables(stats),
+        tables=report_tables.perplexity_tables(stats),
     )
 
 

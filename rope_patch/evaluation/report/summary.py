@@ -11,6 +11,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
@@ -21,22 +22,27 @@ from rope_patch.evaluation.report.table import (
     Row,
     Table,
     cell_text,
-    change_range,
-    change_text,
+    change_with_interval,
+    first_few,
     is_unknown,
+    join_words,
     n_text,
-    nats_range,
-    nats_text,
+    nats_cell,
     percent,
     percent_range,
-    perplexity_range,
-    perplexity_text,
+    perplexity_with_interval,
     points_range,
     points_text,
     ratio_column,
     share_with_interval,
 )
-from rope_patch.evaluation.report.tables import can_tell, is_informative, short_p_text, size_text
+from rope_patch.evaluation.report.tables import (
+    can_tell,
+    is_informative,
+    short_p_text,
+    size_text,
+    time_ratio_cell,
+)
 from rope_patch.evaluation.report.verdict import Ranking, likelihood_sentences, method_row
 from rope_patch.statistics import Interval
 
@@ -173,37 +179,35 @@ def _long_perplexity_sentences(stats: RunStatistics, ranking: Ranking) -> Iterat
         yield f"No perplexity was measured beyond the trained {trained} tokens."
         return
     texts = [
-        f"{_perplexity_with_interval(measured[label])} {_method_phrase(stats, label)}"
+        f"{perplexity_with_interval(measured[label], with_n=True)} {_method_phrase(stats, label)}"
         for label in measured
     ]
-    yield f"Beyond its trained {trained} tokens the model's perplexity is {_join_words(texts)}."
+    yield f"Beyond its trained {trained} tokens the model's perplexity is {_join_first_few(texts)}."
     changes = {label: stats.ratio_to_control(label) for label in measured}
     texts = [
-        f"{_change_with_interval(change)} {_method_phrase(stats, label)}"
+        f"{change_with_interval(change, with_n=True)} {_method_phrase(stats, label)}"
         for label, change in changes.items()
         if change is not None and math.isfinite(change.estimate) and not is_unknown(change)
     ]
     if texts and stats.control_record:
         context = f"{stats.control_record['context']:,}"
         control = f"the control, which reads only the last {context} tokens"
-        yield f"Against {control}, it is {_join_words(texts)}."
+        yield f"Against {control}, it is {_join_first_few(texts)}."
 
 
 def _method_phrase(stats: RunStatistics, label: str) -> str:
     return "without a patch" if label == stats.plain else f"with {stats.names[label]}"
 
 
-def _join_words(texts: list[str]) -> str:
+def _join_first_few(texts: list[str]) -> str:
     if len(texts) > _MAX_LISTED:
         *some, rest = _first_few(texts)
         return f"{', '.join(some)}; {rest}"
-    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+    return join_words(texts)
 
 
 def _first_few(texts: list[str]) -> list[str]:
-    """Return the first texts, and how many more there are."""
-    left = len(texts) - _MAX_LISTED
-    return [*texts[:_MAX_LISTED], f"the tables show {left} more"] if left > 0 else texts
+    return first_few(texts, _MAX_LISTED, "the tables show {} more")
 
 
 def _short_context_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:
@@ -213,9 +217,9 @@ def _short_context_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
     patched = [labels[0] for labels in ranking.groups if labels[0] != stats.plain]
     for label in patched[:_MAX_LISTED]:
         parts = []
-        change = stats.ratio(label, stats.plain, beyond=False)
+        change = stats.ratio_to_plain(label, beyond=False)
         if change is not None and math.isfinite(change.estimate):
-            parts.append(f"perplexity by {_change_with_interval(change)}")
+            parts.append(f"perplexity by {change_with_interval(change, with_n=True)}")
         if (short := stats.short_overall(label)) is not None:
             interval = short.difference
             parts.append(
@@ -256,18 +260,6 @@ def _time_memory_sentences(stats: RunStatistics, chosen: str | None) -> Iterator
 def _share_with_95_interval(interval: Interval) -> str:
     text = f"95% interval {percent_range(interval)}, {n_text(interval)}"
     return f"{percent(interval.estimate)} ({text})"
-
-
-def _perplexity_with_interval(interval: Interval) -> str:
-    return _with_interval(perplexity_text(interval.estimate), perplexity_range(interval), interval)
-
-
-def _change_with_interval(interval: Interval) -> str:
-    return _with_interval(change_text(interval), change_range(interval), interval)
-
-
-def _with_interval(text: str, span: str, interval: Interval) -> str:
-    return f"{text} ({span}, {n_text(interval)})" if span else f"{text} ({n_text(interval)})"
 
 
 Column = tuple[Cell, list[Cell]]  # its head, and a cell for each method of each run
@@ -334,7 +326,7 @@ def _columns(
         return [cell(stats, label) for stats, label in entries]
 
     nats = Cell(text=f"loss of right answers {where}", note="nats a token")
-    yield nats, each(_loss_cell)
+    yield nats, each(_decisive_loss_cell)
     if any(stats.lengths and stats.effective_length(label)[0] for stats, label in entries):
         tip = f"retention surely above {THRESHOLD:.0%} up to this length"
         yield Cell(text="usable up to", note="tokens", tip=tip), each(_usable_length_cell)
@@ -366,17 +358,11 @@ def _perplexity_columns(
     if len(contexts) == 1:
         base = f"the text cut to {contexts.pop():,}"
     if not any(far):
-        far = [_ratio_to_plain(stats, label, beyond=True) for stats, label in entries]
+        far = [stats.ratio_to_plain(label, beyond=True) for stats, label in entries]
         base = "the plain model"
     yield ratio_column(far, f"perplexity beyond {of}", base)
-    near = [_ratio_to_plain(stats, label, beyond=False) for stats, label in entries]
+    near = [stats.ratio_to_plain(label, beyond=False) for stats, label in entries]
     yield ratio_column(near, f"perplexity up to {of}", "the plain model")
-
-
-def _ratio_to_plain(stats: RunStatistics, label: str, *, beyond: bool) -> Interval | None:
-    if stats.plain is None or label == stats.plain:
-        return None
-    return stats.ratio(label, stats.plain, beyond=beyond)
 
 
 def _retention_at_longest(stats: RunStatistics, label: str) -> Interval | None:
@@ -388,14 +374,12 @@ def _accuracy_beyond(stats: RunStatistics, label: str) -> Interval | None:
     return stats.accuracy(label, lengths=lengths) if lengths else None
 
 
-def _loss_cell(stats: RunStatistics, label: str) -> Cell:
+def _decisive_loss_cell(stats: RunStatistics, label: str) -> Cell:
     loss = stats.answer_loss(label, stats.verdict_length) if stats.verdict_length else None
     if loss is None:
         return Cell(text=NOTHING)
-    text, span = nats_text(loss.mean.estimate), nats_range(loss.mean)
-    texts = f"{loss.mean.effective_n:,.0f} texts"
-    tip = f"{text} nats a token, 95% interval {span or 'unknown'}, n = {loss.mean.n:,.0f}, {texts}"
-    return Cell(text=text, note=span or "no interval", tip=tip)
+    cell = nats_cell(loss)
+    return replace(cell, note=cell.note or "no interval")
 
 
 def _usable_length_cell(stats: RunStatistics, label: str) -> Cell:
@@ -435,9 +419,8 @@ def _time_cell(stats: RunStatistics, label: str) -> Cell:
     cost = (stats.results.get("cost") or {}).get(label)
     if not cost or not (ratio := cost.get("prompt_ratio")):
         return Cell(text=NOTHING)
-    low, middle, high = (float(value) for value in ratio)
-    tip = f"median ×{middle:.2f}, from {low:.2f} to {high:.2f} over the repeats"
-    return Cell(text=f"{middle:.2f}", note=f"{low:.2f}–{high:.2f}", tip=tip)
+    cell = time_ratio_cell(ratio)
+    return replace(cell, text=cell.text.removeprefix("×"))  # the head says "times"
 
 
 def _memory_cell(stats: RunStatistics, label: str) -> Cell:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rope_patch.statistics import Interval
+from rope_patch.statistics import ClusteredMean, Interval
 from rope_patch.utils import errors
 from rope_patch.utils.checksums import digest
-from rope_patch.utils.terminal import align
+from rope_patch.utils.terminal import SignedFormat, align
 
 # Names of colours, next to m0, m1, ... for the methods.
 PLAIN = "plain"
@@ -86,9 +86,32 @@ def aligned_text(table: Table) -> str:
     return "\n".join([table.name, *aligned])
 
 
+def markdown_text(table: Table) -> str:
+    """Return a table in Markdown, without its name."""
+    head = [table.corner, *map(cell_text, table.columns)]
+    rows = [[row.name, *map(cell_text, row.cells)] for row in table.rows]
+    return "\n".join(errors.markdown_table([head, *rows], "l" + "r" * len(table.columns)))
+
+
 def cell_text(cell: Cell) -> str:
     """Return a cell's text with its note in brackets."""
     return f"{cell.text} ({cell.note})" if cell.note else cell.text
+
+
+def nats_cell(loss: ClusteredMean | None, more: str = "", *, beyond: bool = False) -> Cell:
+    """Return a loss in nats a token with its interval.
+
+    Args:
+        loss: The loss.
+        more: What the tip says behind the loss.
+        beyond: Whether it is of texts beyond the trained length.
+    """
+    if loss is None:
+        return Cell(text=NOTHING, tip="not measured", beyond=beyond)
+    text, span = nats_text(loss.mean.estimate), nats_range(loss.mean)
+    tip = f"{text} nats a token{more}, 95% interval {span or 'unknown'}"
+    tip += f", n = {loss.mean.n:,.0f}, {loss.mean.effective_n:,.0f} texts"
+    return Cell(text=text, note=span, tip=tip, beyond=beyond)
 
 
 def perplexity_cell(interval: Interval | None, *, beyond: bool = False) -> Cell:
@@ -160,12 +183,25 @@ def length_heads(lengths: list[int], trained: int) -> list[Cell]:
 
 
 NOTHING = "–"
+_TENTHS = SignedFormat(1, minus="−", zero="±")  # of percent, or of a point
 _MANY_TIMES = 3  # a ratio from which on "times" reads better than a percentage
 
 
 def one_line(text: Any) -> str:
     """Return any text as one printable line, however long."""
     return errors.one_line(text, max_length=None)
+
+
+def join_words(texts: Sequence[str]) -> str:
+    """Return texts as a list within a sentence: a, b and c."""
+    *others, last = texts
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def first_few(texts: Sequence[str], most: int, more: str = "{} more") -> list[str]:
+    """Return the first texts, and how many others there are: a, b, 3 more."""
+    left = len(texts) - most
+    return [*texts[:most], more.format(left)] if left > 0 else list(texts)
 
 
 def filter_mark(text: str) -> str:
@@ -220,6 +256,23 @@ def perplexity_range(interval: Interval) -> str:
     return f"{perplexity_text(interval.low)}–{perplexity_text(interval.high)}"
 
 
+def perplexity_with_interval(interval: Interval, *, with_n: bool = False) -> str:
+    """Return a perplexity with its interval: 15.2 (14.8–15.9), 15.2 (14.8–15.9, n = 40)."""
+    span = perplexity_range(interval)
+    return _with_notes(perplexity_text(interval.estimate), span, n_text(interval) * with_n)
+
+
+def change_with_interval(ratio: Interval, *, with_n: bool = False) -> str:
+    """Return a ratio as a change with its interval: +0.7% (−0.2 to +1.6%)."""
+    return _with_notes(change_text(ratio), change_range(ratio), n_text(ratio) * with_n)
+
+
+def _with_notes(text: str, *notes: str) -> str:
+    """Return a text with what is known of its notes in brackets."""
+    known = ", ".join(note for note in notes if note)
+    return f"{text} ({known})" if known else text
+
+
 def in_percent(*intervals: Interval | None) -> bool:
     """Return whether ratios read well as percentages: none is as much as three times."""
     values = [v for i in intervals if i is not None for v in (i.low, i.estimate, i.high)]
@@ -252,9 +305,7 @@ def _ratio_text(value: float, interval: Interval, percent: bool | None, unit: bo
     if math.isnan(value):
         return NOTHING
     if in_percent(interval) if percent is None else percent:
-        text = f"{100 * abs(value - 1):.1f}"
-        sign = "±" if text == "0.0" else "+" if value > 1 else "−"
-        return f"{sign}{text}{'%' * unit}"
+        return f"{_TENTHS.number(100 * (value - 1))}{'%' * unit}"
     return f"{'×' * unit}{_factor_text(value, interval.high - interval.low)}"
 
 
@@ -270,8 +321,7 @@ def _factor_text(value: float, width: float) -> str:
 
 def points_text(difference: float) -> str:
     """Return a difference of shares in points: +1.2, −3.0."""
-    text = f"{abs(100 * difference):.1f}"
-    return ("±" if text == "0.0" else "+" if difference > 0 else "−") + text
+    return _TENTHS.number(100 * difference)
 
 
 def nats_text(nats: float) -> str:
@@ -289,7 +339,7 @@ def nats_range(interval: Interval) -> str:
 
 def points_range(interval: Interval) -> str:
     """Return an interval of differences in points: −1.0 to +3.2."""
-    return f"{points_text(interval.low)} to {points_text(interval.high)}"
+    return _TENTHS.range(100 * interval.low, 100 * interval.high)
 
 
 def p_text(p: float) -> str:

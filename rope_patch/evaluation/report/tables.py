@@ -16,11 +16,11 @@ from rope_patch.evaluation.report.table import (
     Row,
     Table,
     filter_mark,
+    first_few,
     length_groups,
     length_heads,
     n_text,
-    nats_range,
-    nats_text,
+    nats_cell,
     one_line,
     p_text,
     percent,
@@ -289,11 +289,11 @@ def _heat_cell(stats: RunStatistics, label: str, task: str, length: int, depth: 
     )
     nll = stats.answer_nll(label, (length,), task, depth)
     if nll is not None:
-        tip += f"; the right answer's perplexity is {perplexity_text(math.exp(min(nll, 700)))}"
+        tip += f"; the right answer's perplexity is {_token_perplexity(nll)}"
     return Cell(text=text, note=span, tip=tip, beyond=beyond, share=accuracy.estimate)
 
 
-def tables(stats: RunStatistics) -> list[Table]:
+def perplexity_tables(stats: RunStatistics) -> list[Table]:
     """Return the tables of perplexity over whole documents."""
     if not stats.losses:
         return []
@@ -329,15 +329,15 @@ def answer_table(stats: RunStatistics) -> Table | None:
         losses = [stats.answer_loss(label, length) for length in stats.lengths]
         if any(losses):
             cells = [
-                _loss_cell(loss, beyond=head.beyond)
+                _answer_loss_cell(loss, beyond=head.beyond)
                 for loss, head in zip(losses, columns, strict=True)
             ]
             rows.append(method_row(stats, label, cells))
     if not rows:
         return None
     if stats.floor is not None:
-        cells = [_loss_cell(None, beyond=head.beyond) for head in columns]
-        cells[0] = _loss_cell(stats.floor, beyond=columns[0].beyond)
+        cells = [_answer_loss_cell(None, beyond=head.beyond) for head in columns]
+        cells[0] = _answer_loss_cell(stats.floor, beyond=columns[0].beyond)
         rows.append(Row(name="answer not in the text", key=CONTROL, cells=cells))
     return Table(
         name="Loss of the right answers (nats a token), mean of all questions' tasks",
@@ -370,14 +370,13 @@ def representative_positions(stats: RunStatistics) -> list[int]:
     return sorted({min(ends, key=lambda end: abs(end - target)) for target in targets})
 
 
-def _loss_cell(loss: ClusteredMean | None, *, beyond: bool) -> Cell:
-    if loss is None:
-        return Cell(text=NOTHING, tip="not measured", beyond=beyond)
-    text, span = nats_text(loss.mean.estimate), nats_range(loss.mean)
-    token = perplexity_text(math.exp(min(loss.mean.estimate, 700)))
-    tip = f"{text} nats a token (perplexity {token}), 95% interval {span or 'unknown'}"
-    tip += f", n = {loss.mean.n:,.0f}, {loss.mean.effective_n:,.0f} texts"
-    return Cell(text=text, note=span, tip=tip, beyond=beyond)
+def _answer_loss_cell(loss: ClusteredMean | None, *, beyond: bool) -> Cell:
+    more = "" if loss is None else f" (perplexity {_token_perplexity(loss.mean.estimate)})"
+    return nats_cell(loss, more, beyond=beyond)
+
+
+def _token_perplexity(nats: float) -> str:
+    return perplexity_text(math.exp(min(nats, 700)))  # above, float64 overflows
 
 
 def _by_position(stats: RunStatistics) -> Table:
@@ -417,7 +416,7 @@ def _perplexity_averages(stats: RunStatistics) -> Table:
         cells = [perplexity_cell(average, beyond=beyond) for average in averages]
         columns.append((Cell(text="perplexity", beyond=beyond), cells))
         if stats.plain in labels:
-            ratios = [_ratio_to_plain(stats, label, beyond) for label in labels]
+            ratios = [stats.ratio_to_plain(label, beyond=beyond) for label in labels]
             columns.append(ratio_column(ratios, "", "the plain model", beyond=beyond))
         if beyond and (names := controls(stats)):
             ratios = [stats.ratio_to_control(label) for label in labels]
@@ -432,12 +431,6 @@ def _perplexity_averages(stats: RunStatistics) -> Table:
         ],
         groups=length_groups([head for head, _ in columns], stats.trained_length),
     )
-
-
-def _ratio_to_plain(stats: RunStatistics, label: str, beyond: bool) -> Interval | None:
-    if stats.plain is None or label == stats.plain:
-        return None
-    return stats.ratio(label, stats.plain, beyond=beyond)
 
 
 def _within_and_beyond(
@@ -479,12 +472,7 @@ def short_table(stats: RunStatistics) -> Table | None:
         head = Cell(text="all tasks", note="points more than the plain model")
         columns.append((head, [_overall_cell(stats, label) for label in stats.labels]))
     if stats.plain in stats.losses and len(stats.losses) > 1:
-        ratios = [
-            None
-            if stats.plain is None or label == stats.plain
-            else stats.ratio(label, stats.plain, beyond=False)
-            for label in stats.labels
-        ]
+        ratios = [stats.ratio_to_plain(label, beyond=False) for label in stats.labels]
         head_text = f"perplexity up to {stats.trained_length:,}"
         columns.append(ratio_column(ratios, head_text, "the plain model"))
     by_label = {label: [cells[i] for _, cells in columns] for i, label in enumerate(stats.labels)}
@@ -610,9 +598,7 @@ def failure_lines(stats: RunStatistics) -> list[str]:
         lines.append(
             one_line(f"{task_name(task)}, {stats.names[label]}: {count} ({names}): {reason}")
         )
-    return lines[:_MAX_FAILURES] + [f"{len(lines) - _MAX_FAILURES} more"] * (
-        len(lines) > _MAX_FAILURES
-    )
+    return first_few(lines, _MAX_FAILURES)
 
 
 def size_text(size: int | None) -> str:

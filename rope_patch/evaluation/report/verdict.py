@@ -21,22 +21,21 @@ from rope_patch.evaluation.report.table import (
     Cell,
     Row,
     Table,
-    change_range,
-    change_text,
+    change_with_interval,
     filter_mark,
+    first_few,
     n_text,
     nats_range,
     nats_text,
     one_line,
     p_text,
-    perplexity_range,
-    perplexity_text,
+    perplexity_with_interval,
     points_range,
     points_text,
     share_with_interval,
 )
 from rope_patch.evaluation.results_schema import RunRecord, SampleRecord
-from rope_patch.statistics import Interval, MeanTest, texts_to_decide
+from rope_patch.statistics import MeanTest, texts_to_decide
 
 MAX_ROWS = 8  # rows that a table shows of each group of methods; the rest is folded
 
@@ -103,9 +102,9 @@ def _price_clause(stats: RunStatistics, label: str) -> str:
     if stats.plain is None or label == stats.plain:
         return ""
     parts = []
-    ratio = stats.ratio(label, stats.plain, beyond=False)
+    ratio = stats.ratio_to_plain(label, beyond=False)
     if ratio is not None and math.isfinite(ratio.estimate):
-        parts.append(f"{_change_with_range(ratio)} in perplexity")
+        parts.append(f"{change_with_interval(ratio)} in perplexity")
     if (short := stats.short_overall(label)) is not None:
         change = short.difference
         numbers = f"{points_text(change.estimate)} points ({points_range(change)})"
@@ -209,30 +208,20 @@ def _accuracy_headline(stats: RunStatistics, best: str) -> str:
 def _perplexity_headline(stats: RunStatistics, best: str) -> str:
     """Return what perplexity says alone: it does not show that far text is read."""
     mine, beyond = stats.average(best, beyond=True), f"beyond {stats.trained_length:,} tokens"
-    numbers = _perplexity_with_range(mine) if mine else ""
+    numbers = perplexity_with_interval(mine) if mine else ""
     head = "This run cannot decide what to use: it measured no answers, only perplexity, which "
     if best == stats.plain:
         return f"{head}{beyond} is {numbers} with the plain model."
     plain = stats.average(stats.plain, beyond=True) if stats.plain is not None else None
     text = f"{head}{beyond} is the lowest with {stats.names[best]}, {numbers}"
     if plain is not None:
-        text += f" against {_perplexity_with_range(plain)} of the plain model"
+        text += f" against {perplexity_with_interval(plain)} of the plain model"
     ratio, record = stats.ratio_to_control(best), stats.control_record
     if ratio is not None and record is not None:
         cut = f"with the text cut to its last {record['context']:,} tokens"
         sure = ", and lower than" if ratio.high < 1 else ", but not surely lower than"
-        text += f"{sure} {cut}, {_change_with_range(ratio)}"
+        text += f"{sure} {cut}, {change_with_interval(ratio)}"
     return f"{text}."
-
-
-def _change_with_range(ratio: Interval) -> str:
-    text, span = change_text(ratio), change_range(ratio)
-    return f"{text} ({span})" if span else text
-
-
-def _perplexity_with_range(interval: Interval) -> str:
-    text, span = perplexity_text(interval.estimate), perplexity_range(interval)
-    return f"{text} ({span})" if span else text
 
 
 class Ranking:
@@ -395,8 +384,7 @@ def _perplexity_within(stats: RunStatistics, label: str) -> float:
     """Return perplexity within the trained length over the plain model's; infinite if unknown."""
     if label == stats.plain:
         return 1.0
-    ratio = stats.ratio(label, stats.plain, beyond=False) if stats.plain is not None else None
-    ratio = ratio or stats.average(label, beyond=False)
+    ratio = stats.ratio_to_plain(label, beyond=False) or stats.average(label, beyond=False)
     return math.inf if ratio is None or math.isnan(ratio.estimate) else ratio.estimate
 
 
@@ -595,8 +583,7 @@ def gap_sentence(missing: list[str]) -> str:
         missing: From `find_gaps`; not empty.
     """
     names = [note.partition(": ")[0] for note in missing]
-    more = max(0, len(names) - _MAX_LISTED_GAPS)
-    shown = names[:_MAX_LISTED_GAPS] + [f"{more} more"] * (more > 0)
+    shown = first_few(names, _MAX_LISTED_GAPS)
     parts = "1 part was" if len(names) == 1 else f"{len(names)} parts were"
     return (
         f"Incomplete: {parts} not measured ({'; '.join(shown)}); the same command tries again, and "

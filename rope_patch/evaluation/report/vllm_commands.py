@@ -103,11 +103,7 @@ def _method_commands(
     method: str,
     runs: dict[str, dict[str, Any]],
 ) -> list[str]:
-    """Return the commands for one method.
-
-    Raises:
-        Refused: The engine cannot run it.
-    """
+    """Return the commands for one method; raise if the engine cannot run it."""
     plan = None
     if method != BASELINE:
         plan = check(empty_model(path, config), request.extension(method))
@@ -190,24 +186,12 @@ def _require_native_patch(path: str) -> None:
 
 
 def _lm_eval_runs(request: EvalRequest, chat: bool) -> dict[str, dict[str, Any]]:
-    """Return what to ask lm-eval for, by the name of the output folder.
-
-    Args:
-        request: What to evaluate.
-        chat: Whether our questions on long texts stand in the chat template.
-    """
-    own: dict[str, Any] = {
+    """Return what to ask lm-eval for, by output folder; `chat` puts own questions in a chat."""
+    own = {
         "samples": len(request.depths) if request.samples is None else request.samples,
         "depths": list(request.depths),
-        "seed": request.seed,
-        "chat": chat,
+        **request.sample_options(chat=chat),
     }
-    if request.per_text is not None:
-        own["per_text"] = request.per_text
-    if request.haystacks:
-        own["text"] = list(request.haystacks)
-    if request.questions:
-        own["questions"] = request.questions
     index = TaskIndex(request.include_paths)
     names = [m for n in request.harness for m in (index.members(n) if n in index.own else [n])]
     theirs = [name for name in names if index.accepts_length(name)]

@@ -116,10 +116,8 @@ class TrustRegion(Generic[P]):
         return box
 
     def _log_fitnesses(self) -> list[float]:
-        """Return log fitnesses, with failed points as bad as the worst.
-
-        Bad points are worse by powers of ten, which a Gaussian process cannot fit.
-        """
+        """Return log fitnesses, with failed points as bad as the worst."""
+        # Bad points are worse by powers of ten, which a Gaussian process cannot fit.
         logs = [
             math.log(max(fitness, 0.0) + LOG_FLOOR) if math.isfinite(fitness) else None
             for fitness in self._fitnesses

@@ -1,8 +1,9 @@
-"""Documents as tokens and labels, and how far each can be compressed.
+"""Tokenise documents of a recipe, and compute how far each can be compressed.
 
-Compressibility of documents: a filter of repetition and of noise. Source: Olmo 3, arXiv:2512.13961,
-leaves out the 20% of long documents that gzip compresses most, and the 20% that it compresses
-least.
+In comes a reference to a document; out come its tokens, labels and text. `compression_ratio` is the
+measure of a recipe's filter against repetitive and noisy documents. Source: Olmo 3,
+arXiv:2512.13961, leaves out the 20% of long documents that gzip compresses most, and the 20% that
+it compresses least.
 """
 
 from __future__ import annotations

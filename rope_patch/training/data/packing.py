@@ -1,11 +1,15 @@
-"""Packed rows of tokens for long-context fine-tuning: streamed, deterministic, exactly resumable.
+"""Pack documents into rows of tokens for fine-tuning: streamed, deterministic, exactly resumable.
+
+In come a recipe's keys for its data, a tokenizer and a row length. Out comes an endless stream of
+rows (`PackedRows`), each with the state that resumes the stream after it. Documents are read and
+tokenised only as rows need them (`DocumentSource`).
 
 Masked rows restart their positions at each document. transformers derives a mask from that only if
 the model gets neither an attention mask nor a cache: call it with `use_cache=False`.
 
-Best-fit packing: whole documents put into rows so that few are cut and little is padding. Source:
-"Fewer Truncations Improve Language Modeling", arXiv:2404.10830, of which Olmo 3 trains its long
-contexts. Documents longer than a row are cut at row length first.
+Best-fit packing (`BestFitRows`) puts whole documents into rows so that few are cut and little is
+padding. Source: "Fewer Truncations Improve Language Modeling", arXiv:2404.10830; Olmo 3 packs its
+long contexts so. Documents longer than a row are cut at row length first.
 """
 
 from __future__ import annotations
@@ -286,14 +290,12 @@ class PackedRows(IterableDataset):
         return pieces
 
     def _padding_positions(self, pieces: list[Piece], padding: int) -> torch.Tensor:
-        """Return positions that continue the last document, so that no mask has one more document.
-
-        Where the rotation follows a row's longest position, they start anew at that of its longest
-        document, or at the trained length if that is more.
-        """
+        """Return positions that continue the last document, so that masks see no other one."""
         positions = torch.arange(padding) + len(pieces[-1].ids)
         if self._padding_limit is None:
             return positions
+        # The rotation follows a row's longest position: padding starts anew at that of the row's
+        # longest document, or at the trained length if that is more.
         return positions % max(self._padding_limit, *(len(piece.ids) for piece in pieces))
 
     def _padding_token(self) -> int:
@@ -571,11 +573,9 @@ def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class _OrderedSet:
-    """A set of integers from 0 to `largest` that finds the smallest one from any value on.
+    """A set of integers from 0 to `largest` that finds the smallest one from any value on."""
 
-    A tree of bit fields: a bit says whether the node below it has any.
-    """
-
+    # A tree of bit fields: a bit says whether the node below it has any.
     def __init__(self, largest: int) -> None:
         self._levels: list[list[int]] = []
         count = largest + 1

@@ -1,8 +1,9 @@
-"""Report on a recipe's data, as text or JSON: what `rope-patch finetune --inspect-data` prints.
+"""Inspect a recipe's data without training, as `rope-patch finetune --inspect-data` does.
 
-Rows that a pass over a source gives, and the documents that they cut, by the real packing.
-
-`PackedRows` packs empty documents of the same lengths.
+In comes a recipe. Every document is read and tokenised, and one pass over each source is packed by
+the real packing: `PackedRows` packs empty documents of the same lengths. Out comes an `Inspection`:
+as text or JSON, with the documents' lengths, the duplicates, and what a pass gives in full rows,
+padding and cut documents; and as a picture of the lengths.
 """
 
 from __future__ import annotations
@@ -49,21 +50,13 @@ _SHOWN_DUPLICATES = 5
 
 @dataclass(frozen=True)
 class _Use:
-    """A source's use in rows.
-
-    Attributes:
-        name: The source.
-        short: Whether it is for short rows.
-        share: Its share of the recipe's tokens.
-        result: What a pass over it gives.
-        passes: How often the recipe reads it; infinite if it gives no row.
-    """
+    """A source's use in rows: its share of the recipe's tokens, and what a pass over it gives."""
 
     name: str
-    short: bool
+    short: bool  # whether it is for short rows
     share: float
     result: PackingYield
-    passes: float
+    passes: float  # how often the recipe reads it; infinite if it gives no row
 
 
 @dataclass(frozen=True)
@@ -653,12 +646,7 @@ class _PassEnded(Exception):
 
 
 class _LengthReader:
-    """A reader of documents that only have lengths.
-
-    Args:
-        lengths: The documents' lengths.
-        endless: Whether they can be read again.
-    """
+    """A reader of documents that only have lengths; `endless` if they can be read again."""
 
     def __init__(self, lengths: Sequence[int], *, endless: bool) -> None:
         self._lengths, self._endless = lengths, endless

@@ -1,10 +1,12 @@
-"""Survey of a recipe's documents: lengths in tokens, duplicates, and a clean folder without them.
+"""Read all documents of a recipe once: lengths in tokens, duplicates, a clean folder without them.
 
-Exact and near duplicates among documents, found while they are read one by one. Two documents are
-exact duplicates if their normalised texts are equal: in Unicode's NFKC, without case, with single
-spaces. They are near duplicates if their sets of five words in a row overlap by a Jaccard
-similarity of at least 0.8, estimated by MinHash (A. Broder, "On the resemblance and containment of
-documents", 1997), with the library `datasketch`.
+In come a recipe's keys for its data; out comes a `SourceSurvey` for each source. On request, the
+documents that are no duplicates are written to a new folder while they are read.
+
+Two documents are exact duplicates if their normalised texts are equal: in Unicode's NFKC, without
+case, with single spaces. They are near duplicates if their sets of five words in a row overlap by a
+Jaccard similarity of at least 0.8, estimated by MinHash (A. Broder, "On the resemblance and
+containment of documents", 1997), with the library `datasketch`.
 """
 
 from __future__ import annotations

@@ -263,13 +263,7 @@ def _cached_model_shape(text: str, config_class: Any) -> ModelShape:
 
 
 class _StepMemory:
-    """The allocations of a training step, in bytes on one device.
-
-    Args:
-        shape: The model's sizes.
-        setup: The training setup.
-        length: Tokens per row.
-    """
+    """The allocations of a training step with rows of `length` tokens, in bytes on one device."""
 
     def __init__(self, shape: ModelShape, setup: TrainingSetup, length: int) -> None:
         self.shape, self.setup, self.length = shape, setup, length
@@ -414,10 +408,8 @@ class _StepMemory:
         )
 
     def averaging(self) -> list[MemoryNeed]:
-        """Return the need at the mean of checkpoints, if there is one: a tensor's, twice.
-
-        Of sharded weights, the mean is computed in the CPU's memory.
-        """
+        """Return the need at the mean of checkpoints, if there is one: a tensor's, twice."""
+        # Of sharded weights, the mean is computed in the CPU's memory.
         if not self.setup.averages or self.setup.shards > 1:
             return []
         largest = max(self.shape.embedding_weights, self.shape.hidden * self.shape.mlp)
@@ -549,12 +541,10 @@ class _StepMemory:
         ) * self.weight_size
 
     def layer_work(self) -> tuple[int, int]:
-        """Return the bytes of a layer's backward pass in MLP and attention, saved ones included.
-
-        The MLP's peak is at the product: its two inputs, three gradients, the gate's input.
-        """
+        """Return the bytes of a layer's backward pass in MLP and attention, saved ones included."""
         s, c = self.shape, self.compute_size
         residual = s.hidden * (self.residual_size + (c if self.autocast else 0))
+        # The MLP's peak is at the product: its two inputs, three gradients, the gate's input.
         mlp = self.saved_mlp() + self.saved_attention() + residual
         mlp += (2 if self.saved_mlp() >= 4 * s.mlp * c else 3) * s.mlp * c
         attention = self.saved_attention() + residual + 2 * (s.query + self.key_width) * c

@@ -1,18 +1,13 @@
-"""Memory plan of a recipe: bytes per device, the longest rows that fit, suggestions if none does.
+"""Plan the memory and time of a recipe's training step, from its model's config alone.
 
-`python -m rope_patch.training.memory.plan --config RECIPE --launch FILE` plans a recipe on the
-devices of a launch file. The computation, and what of it was never measured (everything on a GPU),
-is described in `rope_patch.training.memory.model`; `recipes/experiments/check_memory_plan.py`
-compares it with the peak of a step on a CPU.
+In comes a recipe and, for other devices than this process's, a launch file. Out comes a plan, as
+text or JSON: bytes per device, the longest rows that fit, and an estimated time. If a step does not
+fit, `require_device` raises with single changes that make it fit.
 
-Estimate of a step's time from its floating point operations, at a stated utilisation.
-
-Linear layers and the head cost 2 operations per weight and token, attention 4 per pair of tokens
-and number of its query; causal attention has half of the pairs. A backward pass costs twice the
-forward pass, and 2.5 times in attention, which recomputes its scores (FlashAttention's). A
-checkpointed layer is computed once more. The estimate has no communication, no copies to the CPU
-and no optimizer step: they are what makes a real step slower than the operations alone, and
-`UTILISATION` stands for all of them. Nothing here was measured.
+`python -m rope_patch.training.memory.plan --config RECIPE --launch FILE` prints the plan.
+`rope_patch.training.memory.model` describes the computation and what of it was never measured
+(everything on a GPU); `recipes/experiments/check_memory_plan.py` compares it with the peak of a
+step on a CPU.
 """
 
 from __future__ import annotations
@@ -241,14 +236,11 @@ def format_plan(
 
 
 def _read_config(settings: Any) -> Any:
-    """Return the config of a recipe's model.
-
-    Raises:
-        ValueError: It does not rotate: documents packed in a row would share its positions.
-    """
+    """Return the config of a recipe's model; raise if it does not rotate."""
     name = settings.extension.model
     config = read_config(demo.resolve_model_path(name))
     text = config.get_text_config(decoder=True)
+    # Documents packed in a row would share the positions of a model that does not rotate.
     if not getattr(text, "rope_parameters", None):
         raise Refused(
             f"recipes train models that rotate, and {name} ({text.model_type}) does not: train the "
@@ -322,35 +314,9 @@ def _device_memory(settings: Any) -> int | None:
         return None
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the plan of a recipe on the devices of a launch file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rope_patch.training.memory.plan",
-        description="Print the plan of a recipe on the devices of a launch file.",
-        epilog="All other arguments are a recipe's: --config NAME, --KEY VALUE, --json.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--launch", type=Path, help="accelerate's file, or a name of the package's")
-    parser.add_argument("--processes", type=int, help="number of processes, instead of the file's")
-    options, rest = parser.parse_known_args(arguments)
-    if not rest:
-        parser.error("expected a recipe to plan: --config NAME; got none")
-    try:
-        settings, flags = parse_settings(rest)
-        environment = None
-        if options.launch is not None:
-            environment = read_environment(find_launch(options.launch), options.processes)
-        page = format_plan(settings, as_json=flags.json, environment=environment)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    print(page)
-
-
-if __name__ == "__main__":
-    main()
-
-
-UTILISATION = 0.5  # share of the peak, recomputed layers counted; stated, not measured
+# A step's time counts its floating point operations alone: no communication, no copies to the CPU,
+# no optimizer step. This share stands for all of them; it is stated, nothing was measured.
+UTILISATION = 0.5  # of the peak, recomputed layers counted
 # Dense bf16 operations per second, from the makers' data sheets (without sparsity).
 PEAKS = {
     "RTX 4090": 165.2e12,
@@ -416,6 +382,9 @@ def step_work(
     """
     if length < 1 or rows < 1:
         raise ValueError(f"length and rows must be at least 1, got {length} and {rows}")
+    # Linear layers and the head cost 2 operations per weight and token, attention 4 per pair of
+    # tokens and number of its query. A backward pass costs twice the forward pass, and 2.5 times in
+    # attention, which recomputes its scores (FlashAttention's).
     shape = model_shape(config)
     # Only the experts that a token passes through count.
     weights = min(
@@ -490,3 +459,31 @@ def suggest_changes(config: Any, length: int, setup: TrainingSetup, available: i
         if need.total <= usable:
             return [f"{', '.join(names)}, all at once ({format_gib(need.total)})"]
     return suggestions or ["larger or more devices, or a smaller model"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the plan of a recipe on the devices of a launch file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rope_patch.training.memory.plan",
+        description="Print the plan of a recipe on the devices of a launch file.",
+        epilog="All other arguments are a recipe's: --config NAME, --KEY VALUE, --json.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--launch", type=Path, help="accelerate's file, or a name of the package's")
+    parser.add_argument("--processes", type=int, help="number of processes, instead of the file's")
+    options, rest = parser.parse_known_args(arguments)
+    if not rest:
+        parser.error("expected a recipe to plan: --config NAME; got none")
+    try:
+        settings, flags = parse_settings(rest)
+        environment = None
+        if options.launch is not None:
+            environment = read_environment(find_launch(options.launch), options.processes)
+        page = format_plan(settings, as_json=flags.json, environment=environment)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

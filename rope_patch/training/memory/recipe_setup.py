@@ -1,7 +1,8 @@
-"""The training setup of a recipe, on the devices that `accelerate launch` describes.
+"""Read from a recipe and a launch file what the memory of a training step depends on.
 
-Launch files of accelerate, as the variables that its launcher sets in every process. A plan needs
-the layout of the devices, and is made where there are none of them.
+`read_environment` turns a launch file of accelerate into the variables that its launcher sets in
+every process: a plan needs the devices' layout, and is made on machines that have none of them.
+`training_setup` turns a recipe, its model's config and these variables into a `TrainingSetup`.
 """
 
 from __future__ import annotations

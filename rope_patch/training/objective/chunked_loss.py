@@ -1,12 +1,13 @@
-"""Chunked cross-entropy and other terms inside the model's own forward, without all logits at once.
+"""Compute a model's training loss in chunks of tokens, so that all logits never exist at once.
 
 Logits are the largest tensor of a long training step: 65,536 tokens of a vocabulary of 128k take 34
-GB in float32, and their gradient as much. The head and the loss are therefore computed a few
-hundred tokens at a time. The decoder's forward stays transformers' own: in training the head
-returns its input, and a replaced loss function multiplies it by the head's weight.
+GB in float32, and their gradient as much. So `install_loss` takes a causal language model and makes
+it compute head and loss a few hundred tokens at a time. The decoder's forward stays transformers'
+own: in training the head returns its input, and a replaced loss function multiplies it by the
+head's weight.
 
-A recipe's terms beside the cross-entropy are computed from the same chunks of logits.
-If the model computes all logits, the terms are computed from chunks of those.
+A recipe's terms beside the cross-entropy (`Objective`) are computed from the same chunks of logits.
+If the model computes all logits, cross-entropy and terms are computed from chunks of those.
 """
 
 from __future__ import annotations
@@ -98,12 +99,14 @@ def install_loss(
     return name, swaps
 
 
-def _add_terms(swaps: UndoLog, causal: Any, head: nn.Module, objective: Objective) -> None:
-    """Make a model that computes all logits add the terms to its loss, if there are any.
+def _unwrap_peft(model: nn.Module) -> Any:
+    """Return the causal language model inside PEFT's wrapper, or the model itself."""
+    base = getattr(model, "get_base_model", None)
+    return model if base is None else base()
 
-    Raises:
-        ValueError: The model does not call transformers' loss function.
-    """
+
+def _add_terms(swaps: UndoLog, causal: Any, head: nn.Module, objective: Objective) -> None:
+    """Make a model that computes all logits add the terms; raise if it computes its own loss."""
     if not objective.terms:
         return
     swaps.set(causal, "_loss_function", _chunked_loss_function(head, None, objective))
@@ -116,36 +119,89 @@ def _add_terms(swaps: UndoLog, causal: Any, head: nn.Module, objective: Objectiv
         )
 
 
-def _full_loss_sum(transform: LogitTransform) -> _LossSum:
-    def loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
-        logits = functional.linear(hidden, weight, bias)
-        logits = transform(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-        return functional.cross_entropy(logits, targets, reduction="sum")
-
-    return loss_sum
+def _logits_reach_loss(causal: Any) -> bool:
+    """Return whether the model calls its loss function, once, with logits."""
+    tensors: list[torch.Tensor] = []
+    probe_loss(causal, None, tensors.append)
+    return len(tensors) == 1
 
 
-def _torch_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
-    # In 16 bits torch would round the sum as well; rounded per-token losses have no bias.
-    sums = hidden.dtype == torch.float32
-    losses = functional.linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        linear_bias=bias,
-        reduction="sum" if sums else "none",
-        options=torch.nn.LinearCrossEntropyOptions(),
+def _pass_hidden_states(
+    head: nn.Module, inputs: list[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a forward that passes its input on in training, and leaves it in a list."""
+    plain = head.forward
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if not head.training:
+            return plain(hidden)
+        inputs[:] = [hidden]
+        return hidden
+
+    return forward
+
+
+def find_transform(causal: Any, head: nn.Module) -> LogitTransform | None:
+    """Return what a model does with its head's output, or None if that is something else.
+
+    The model's forward decides: each candidate is compared with what reaches the loss function.
+
+    Args:
+        causal: The causal language model.
+        head: Its head, whose forward returns its input while it is in training mode.
+    """
+    tensors: list[torch.Tensor] = []
+    hook = head.register_forward_hook(lambda _, __, output: tensors.append(output))
+    try:
+        probe_loss(causal, head, tensors.append)
+    finally:
+        hook.remove()
+    if len(tensors) == 2:
+        for transform in _candidates(causal.config.get_text_config(decoder=True)):
+            if torch.equal(transform(tensors[0]), tensors[1]):
+                return transform
+    return None
+
+
+def _candidates(config: Any) -> Iterator[LogitTransform]:
+    yield unchanged
+    cap, factor, divisor = (
+        getattr(config, name, None)
+        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
     )
-    return losses if sums else losses.float().sum()
+    # The order of operations is transformers', so that the probe's numbers are equal.
+    if cap:
+        yield lambda logits: torch.tanh(logits / cap) * cap
+    if factor:
+        yield lambda logits: logits * factor
+    if divisor:
+        yield lambda logits: logits / divisor
 
 
-def _liger_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+@torch.no_grad()
+def probe_loss(
+    causal: Any, head: nn.Module | None, observe: Callable[[torch.Tensor], None]
+) -> None:
+    """Call a model on eight tokens, with a loss function that only observes its logits.
 
-    return liger_fused_linear_cross_entropy(hidden, weight, targets, bias, reduction="sum")
-
-
-_LOSS_SUMS: dict[str, _LossSum] = {"torch": _torch_loss_sum, "liger": _liger_loss_sum}
+    Args:
+        causal: The causal language model.
+        head: The module to put into training mode, if any.
+        observe: Called with what the loss function gets.
+    """
+    ids = torch.ones(1, 8, dtype=torch.long, device=causal.get_input_embeddings().weight.device)
+    modes = [(module, module.training) for module in causal.modules()]
+    swaps = UndoLog()
+    swaps.set(causal, "_loss_function", lambda logits, *_, **__: observe(logits))
+    try:
+        causal.eval()
+        if head is not None:
+            head.train()
+        causal(input_ids=ids, labels=ids, use_cache=False)
+    finally:
+        swaps.undo()
+        for module, training in modes:
+            module.training = training
 
 
 def _unavailable_reason(name: str, objective: Objective) -> str | None:
@@ -165,27 +221,6 @@ def _unavailable_reason(name: str, objective: Objective) -> str | None:
     return None
 
 
-def _unwrap_peft(model: nn.Module) -> Any:
-    """Return the causal language model inside PEFT's wrapper, or the model itself."""
-    base = getattr(model, "get_base_model", None)
-    return model if base is None else base()
-
-
-def _pass_hidden_states(
-    head: nn.Module, inputs: list[torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a forward that passes its input on in training, and leaves it in a list."""
-    plain = head.forward
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        if not head.training:
-            return plain(hidden)
-        inputs[:] = [hidden]
-        return hidden
-
-    return forward
-
-
 def _chunked_loss_function(
     head: nn.Module,
     total_loss: _LossSum | None,
@@ -193,15 +228,9 @@ def _chunked_loss_function(
     inputs: list[torch.Tensor] | None = None,
     transform: LogitTransform = unchanged,
 ) -> Callable[..., torch.Tensor]:
-    """Return a loss function in the form of transformers'.
-
-    Args:
-        head: The model's head.
-        total_loss: The sum of cross-entropies in training; None for chunks with the terms.
-        objective: The terms.
-        inputs: Where the head leaves its input in training; None if it computes logits.
-        transform: What the model does with its head's output.
-    """
+    """Return a training loss in the form of transformers' loss functions."""
+    # Without `inputs`, where the head leaves its input in training, it computes logits. Without
+    # `total_loss`, a sum of cross-entropies, the chunks compute it together with the terms.
     whole = inputs is None
 
     def language_sums(
@@ -266,74 +295,36 @@ def _chunked_loss_function(
     return loss_function
 
 
-def _logits_reach_loss(causal: Any) -> bool:
-    """Return whether the model calls its loss function, once, with logits."""
-    tensors: list[torch.Tensor] = []
-    probe_loss(causal, None, tensors.append)
-    return len(tensors) == 1
+def _full_loss_sum(transform: LogitTransform) -> _LossSum:
+    def loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
+        logits = functional.linear(hidden, weight, bias)
+        logits = transform(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+        return functional.cross_entropy(logits, targets, reduction="sum")
+
+    return loss_sum
 
 
-def find_transform(causal: Any, head: nn.Module) -> LogitTransform | None:
-    """Return what a model does with its head's output, or None if that is something else.
-
-    The model's forward decides: each candidate is compared with what reaches the loss function.
-
-    Args:
-        causal: The causal language model.
-        head: Its head, whose forward returns its input while it is in training mode.
-    """
-    tensors: list[torch.Tensor] = []
-    hook = head.register_forward_hook(lambda _, __, output: tensors.append(output))
-    try:
-        probe_loss(causal, head, tensors.append)
-    finally:
-        hook.remove()
-    if len(tensors) == 2:
-        for transform in _candidates(causal.config.get_text_config(decoder=True)):
-            if torch.equal(transform(tensors[0]), tensors[1]):
-                return transform
-    return None
-
-
-def _candidates(config: Any) -> Iterator[LogitTransform]:
-    yield unchanged
-    cap, factor, divisor = (
-        getattr(config, name, None)
-        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+def _torch_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
+    # In 16 bits torch would round the sum as well; rounded per-token losses have no bias.
+    sums = hidden.dtype == torch.float32
+    losses = functional.linear_cross_entropy(
+        hidden,
+        weight,
+        targets,
+        linear_bias=bias,
+        reduction="sum" if sums else "none",
+        options=torch.nn.LinearCrossEntropyOptions(),
     )
-    # The order of operations is transformers', so that the probe's numbers are equal.
-    if cap:
-        yield lambda logits: torch.tanh(logits / cap) * cap
-    if factor:
-        yield lambda logits: logits * factor
-    if divisor:
-        yield lambda logits: logits / divisor
+    return losses if sums else losses.float().sum()
 
 
-@torch.no_grad()
-def probe_loss(
-    causal: Any, head: nn.Module | None, observe: Callable[[torch.Tensor], None]
-) -> None:
-    """Call a model on eight tokens, with a loss function that only observes its logits.
+def _liger_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    Args:
-        causal: The causal language model.
-        head: The module to put into training mode, if any.
-        observe: Called with what the loss function gets.
-    """
-    ids = torch.ones(1, 8, dtype=torch.long, device=causal.get_input_embeddings().weight.device)
-    modes = [(module, module.training) for module in causal.modules()]
-    swaps = UndoLog()
-    swaps.set(causal, "_loss_function", lambda logits, *_, **__: observe(logits))
-    try:
-        causal.eval()
-        if head is not None:
-            head.train()
-        causal(input_ids=ids, labels=ids, use_cache=False)
-    finally:
-        swaps.undo()
-        for module, training in modes:
-            module.training = training
+    return liger_fused_linear_cross_entropy(hidden, weight, targets, bias, reduction="sum")
+
+
+_LOSS_SUMS: dict[str, _LossSum] = {"torch": _torch_loss_sum, "liger": _liger_loss_sum}
 
 
 class Objective:

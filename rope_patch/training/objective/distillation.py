@@ -204,12 +204,10 @@ class Distillation:
         return total
 
     def _joins_sharded_forward(self, device: torch.device) -> bool:
-        """Return whether this process must run a sharded original model: any has distilled rows.
-
-        A forward of one process needs the shards of all others.
-        """
+        """Return whether this process must run a sharded original model: any has distilled rows."""
         if not self.teacher.is_sharded:
             return False
+        # A forward of one process needs the shards of all others.
         rows = torch.tensor(len(self._rows), device=device)
         return bool(self._accelerator.reduce(rows, reduction="sum"))
 

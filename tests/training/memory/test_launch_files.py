@@ -1,6 +1,8 @@
 """Test accelerate's launch files: their keys, what reaches each process, and plans of them."""
 
 import os
+import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -203,8 +205,11 @@ def test_a_plan_follows_the_recipe():
     assert {name: setup[name] for name in expected} == expected
 
 
-def test_the_command_plans_a_recipe_on_a_launch_file_s_devices(capsys):
-    plan.main([*ARGUMENTS, "--launch", "fsdp2_cp8", "--offload_activations", "true"])
+def test_the_command_plans_a_recipe_on_a_launch_file_s_devices(capsys, monkeypatch):
+    options = ["--launch", "fsdp2_cp8", "--offload_activations", "true"]
+    monkeypatch.setattr(sys, "argv", ["plan", *ARGUMENTS, *options])
+    monkeypatch.delitem(sys.modules, plan.__name__)
+    runpy.run_module(plan.__name__, run_name="__main__")  # as `python -m` does
     page = capsys.readouterr().out
     assert "8 processes, weights in 8 shards, rows in 8 parts (allgather)" in page
     assert "in CPU memory" in page

@@ -216,13 +216,11 @@ def _mean(losses: Sequence[AnswerLoss], look_factor: int = 1) -> ClusteredMean |
 def _finite_numbers(
     losses: Sequence[AnswerLoss], look_factor: int
 ) -> tuple[list[float], list[tuple[str, int, int]], list[tuple[str, int]], float] | None:
-    """Return nats, texts, strata and confidence; None without losses, or where one is infinite.
-
-    Where looks share the error rate, the interval holds at all of them (a repeated confidence
-    interval, Jennison & Turnbull 1989).
-    """
+    """Return nats, texts, strata and confidence; None without losses, or where one is infinite."""
     if not losses or not all(math.isfinite(loss.nats) for loss in losses):
         return None
     nats, texts = [loss.nats for loss in losses], [loss.text for loss in losses]
     strata = [loss.stratum for loss in losses]
+    # Where looks share the error rate, the interval holds at all of them (a repeated confidence
+    # interval, Jennison & Turnbull 1989).
     return nats, texts, strata, 1 - SIGNIFICANCE_LEVEL / look_factor

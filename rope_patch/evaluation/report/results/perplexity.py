@@ -51,11 +51,7 @@ class PerplexityStatistics(RunResults):
 
     @cached_property
     def _block(self) -> int:
-        """Return the tokens of a block.
-
-        Raises:
-            ValueError: No document was measured.
-        """
+        """Return the tokens of a block; raise if no document was measured."""
         return int(self._measured["block"])
 
     @property
@@ -134,14 +130,15 @@ class PerplexityStatistics(RunResults):
         pieces, first = self._blocks_in_range(label, beyond=beyond)
         return self._interval(pieces, first) if any(pieces) else None
 
-    def ratio(self, label: str, other: str, *, beyond: bool) -> Interval | None:
-        """Return perplexity over another method's, paired by block."""
-        if label not in self.losses or other not in self.losses:
+    def ratio_to_plain(self, label: str, *, beyond: bool) -> Interval | None:
+        """Return perplexity over the plain model's, paired by block; None for itself."""
+        if label == self.plain or label not in self.losses or self.plain not in self.losses:
             return None
-        (a, first), (b, _) = (self._blocks_in_range(name, beyond=beyond) for name in (label, other))
-        if [len(d) for d in a] != [len(d) for d in b] or not any(a):
+        mine, first = self._blocks_in_range(label, beyond=beyond)
+        plain, _ = self._blocks_in_range(self.plain, beyond=beyond)
+        if [len(d) for d in mine] != [len(d) for d in plain] or not any(mine):
             return None
-        return statistics.perplexity_ratio(a, b, self._block_tokens(a, first))
+        return statistics.perplexity_ratio(mine, plain, self._block_tokens(mine, first))
 
     def ratio_to_control(self, label: str) -> Interval | None:
         """Return perplexity over the control's, on the windows beyond the trained length."""

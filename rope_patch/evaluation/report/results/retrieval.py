@@ -83,7 +83,7 @@ class ScoredSample(UnscoredSample):
 
 
 @dataclass(frozen=True)
-class Cell:
+class TaskAccuracy:
     """A task at a length, under one method.
 
     Attributes:
@@ -186,7 +186,7 @@ class RetrievalStatistics(RunResults):
         task: str | None = None,
         lengths: tuple[int, ...] | None = None,
         depth: int | None = None,
-    ) -> list[Cell]:
+    ) -> list[TaskAccuracy]:
         """Return the measured tasks at their lengths, each with its accuracy."""
         cells = []
         for name in self.averaged_tasks if task is None else [task]:
@@ -194,7 +194,7 @@ class RetrievalStatistics(RunResults):
             for length in sorted({s["length"] for s in samples}):
                 here = [s for s in samples if s["length"] == length]
                 chance = sum(s.get("chance") or 0.0 for s in here) / len(here)
-                cells.append(Cell(name, length, _accuracy(here), chance))
+                cells.append(TaskAccuracy(name, length, _accuracy(here), chance))
         return cells
 
     @cached_property
@@ -259,7 +259,7 @@ class RetrievalStatistics(RunResults):
             return None
         return statistics.stratified_mean([c.accuracy for c in cells])
 
-    def _ruler_cells(self, label: str, task: str, length: int) -> list[Cell]:
+    def _ruler_cells(self, label: str, task: str, length: int) -> list[TaskAccuracy]:
         return self._cells(label, task, (length,)) if task in self.tasks else []
 
     def ruler_effective_length(self, label: str) -> tuple[int | None, str]:

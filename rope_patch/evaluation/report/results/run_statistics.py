@@ -29,7 +29,7 @@ class RunStatistics(LikelihoodStatistics, PerplexityStatistics):
             setattr(self, name, cache(getattr(self, name)))
         for name in (
             "average",
-            "ratio",
+            "ratio_to_plain",
             "ratio_to_control",
             "short_overall",
             "answer_loss",
