@@ -1,13 +1,8 @@
-"""The steps of transformers' `generate`, its continuous batching, its server, and chat templates.
+"""Find what hooks replace in transformers: steps of `generate`, batching, server, template clock.
 
 A step is a method that `generate` calls on the model. Hooks replace it on one instance. A model
 that generates, but lacks the step, comes from a release that this package does not know, and is
 refused: a hook on a method that nobody calls would do nothing, in silence.
-
-The clock of chat templates, which print today's date by `strftime_now`.
-
-`strftime_now` cannot be given as an argument: 5.24 turns arguments into plain data. In all releases
-it reads `datetime` of the module that compiles templates.
 """
 
 from __future__ import annotations
@@ -19,14 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, tzinfo
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
 from transformers.utils import chat_template_utils
 
 from rope_patch.transformers_api.models import installed_release
 from rope_patch.utils.errors import Refused
+
+if TYPE_CHECKING:
+    import torch  # takes seconds, and tasks render chat templates without it
+    from torch import nn
 
 GENERATE = "generate"
 PREPARE_INPUTS = "prepare_inputs_for_generation"
@@ -105,6 +102,7 @@ def whole_text_arguments(tokens: torch.Tensor) -> dict[str, Any]:
     Args:
         tokens: Ids of the whole text, `[B, S]`.
     """
+    import torch
     from transformers import GenerationMixin
 
     if (
@@ -186,12 +184,15 @@ def _generates(module: nn.Module) -> bool:
     return isinstance(module, GenerationMixin)
 
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.Lock()  # the clock is a global of transformers' module
 
 
 @contextmanager
 def frozen_clock(now: datetime) -> Iterator[None]:
     """Let `strftime_now` print one moment while templates are rendered.
+
+    The function cannot be given as an argument: 5.24 turns arguments into plain data. In all
+    releases it reads `datetime` of the module that compiles templates.
 
     Args:
         now: The moment.
