@@ -445,10 +445,10 @@ class PairTable:
             if there is none.
         attention_factor: The method's multiplier of cos and sin.
         yarn_attention_factor: YaRN's attention factor for the target length.
-        base_bound: The smallest base for the target length (`base_bounds.base_bound`); None if
+        base_bound: The smallest base for the target length (`base_bound`); None if
             there is none or the length is too large to search.
         critical_base: The base that keeps the critical pair within its trained angles at the target
-            length (`base_bounds.critical_base`); None if the trained length is too short, or the
+            length (`critical_base`); None if the trained length is too short, or the
             geometry is already scaled.
         pairs: Every rotated pair.
     """

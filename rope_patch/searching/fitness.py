@@ -130,7 +130,7 @@ class Fitness:
     started share the samples of each candidate and return what one process would.
 
     A candidate that is compared with a complete evaluation is stopped early once its lag is beyond
-    chance; see `early_stopping.predicted_deficit` for the rule and its risk. A stopped candidate is
+    chance; see `predicted_deficit` for the rule and its risk. A stopped candidate is
     never complete, so it cannot become a result.
 
     Args:

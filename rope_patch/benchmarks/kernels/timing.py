@@ -149,7 +149,7 @@ class ImplementationRun(TimedCalls):
         return partial(self._call, sample.q, sample.k)
 
     def relative_errors(self) -> dict[str, float]:
-        """Return the errors against float64; see `ground_truth.relative_errors`.
+        """Return the errors against float64; see `problems.relative_errors`.
 
         A single token is a decode step, which has no gradients.
         """
