@@ -1,14 +1,12 @@
-"""Intercept what an attention hands to its attention function, and warm its queries by position.
+"""Intercept what an attention hands to its attention function, and scale queries by position.
 
 Most attentions of transformers hand their rotated queries to a function from
 `ALL_ATTENTION_FUNCTIONS`. The attention's forward stays the class's own code. A copy of it, bound
 to one instance, finds a registry under that name whose functions are intercepted. So the name of
 the implementation, masks and caches stay as they are.
 
-Temperature of queries: multiply each query by its position's factor, ahead of the attention.
-
-The factor is the same in eager attention, SDPA, flash and flex attention (see
-`attention_interception`), and keys are left alone.
+`QueryScaling` is the interceptor of a temperature: it multiplies each query by the factor of its
+position, the same in eager attention, SDPA, flash and flex attention. Keys are left alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Resolve a request to a patch plan that can be applied. Changes nothing."""
+"""Resolve a request to a patch plan that can be applied, and describe a patch. Changes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ from rope_patch.patching.geometry_selection import (
     resolve_base,
     select_layer_types,
 )
-from rope_patch.patching.kernels.eligibility import RotationSite, inspect_site, require_kernels
+from rope_patch.patching.kernels.eligibility import (
+    KernelSummary,
+    RotationSite,
+    inspect_site,
+    require_kernels,
+)
 from rope_patch.patching.method_wrappers import (
     ContinuedScaling,
     describe_start,
@@ -47,8 +52,6 @@ from rope_patch.utils.errors import Refused
 
 if TYPE_CHECKING:
     from rope_patch.patching.handle import Patch
-    from rope_patch.patching.kernels.eligibility import KernelSummary
-
 
 # rope_parameters keys that belong to a scaling; dropped when another one replaces it.
 _SCALING_KEYS = {
