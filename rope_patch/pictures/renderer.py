@@ -1,4 +1,4 @@
-"""Panels of pictures as plain numbers (heat maps, curves, clocks, walks), and their drawing."""
+"""Draw pictures, whose panels (heat maps, curves, clocks, walks) are plain numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rope_patch.utils.figures import PAPER, STYLE, require_matplotlib
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
 
 # All lengths are in CSS pixels: at 72 dots per inch one point of matplotlib is one pixel.
 _WIDTH, _HEIGHT, _CAPTION_LINE = 912, 400, 19

@@ -1,4 +1,4 @@
-"""Errors in one line, and words of others in Markdown, on terminals and in notebooks."""
+"""Write errors in one line, and words of others in Markdown, on terminals and in notebooks."""
 
 from __future__ import annotations
 

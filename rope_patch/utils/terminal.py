@@ -1,4 +1,4 @@
-"""What a terminal shows: progress bars, durations to read, rows in aligned columns."""
+"""Show progress bars on a terminal, in a log or a notebook, and format durations and columns."""
 
 from __future__ import annotations
 
