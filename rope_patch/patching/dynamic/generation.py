@@ -348,12 +348,8 @@ def limit_candidates(
             undo_log.set(module, CANDIDATE_GENERATOR, factory)
 
 
-class _LimitedGeneratorFactory:
+class _LimitedGeneratorFactory(WrappedMethod):
     """Wrapper of `_get_candidate_generator` that limits the drafts of the generators it makes."""
-
-    def __init__(self, original_method: Any, hooks: Any) -> None:
-        self.original_method = original_method
-        self.hooks = hooks
 
     def __call__(self, *, input_ids: torch.Tensor, model_kwargs: dict[str, Any], **options: Any):
         generator = self.original_method(input_ids=input_ids, model_kwargs=model_kwargs, **options)
