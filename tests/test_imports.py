@@ -24,6 +24,7 @@ INSTANT = [
     *(["no-such-command"], ["eval", "--no-such-option"], ["eval"], ["search", "x", "--seed", "x"]),
     *(["eval", "x", "--method", "yarn", "--lengths", "many"], ["methods", "yran"]),
     *(["compare", "x", "--lengths", "many"], ["compare", "x", "--option", "x"]),
+    *(["recipes"], ["recipes", "yarn_64k"]),
 ]
 ORDERS = [
     "import rope_patch.methods",
