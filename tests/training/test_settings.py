@@ -187,8 +187,8 @@ UNSUPPORTED = {
     "logging_nan_inf_filter": (True, "stops the training"),
 }
 for key, (value, reason) in UNSUPPORTED.items():
-    REFUSED.append(({key: value}, [], f"{key} .*{reason}"))
-    REFUSED.append(({}, [f"--{key}", str(value)], f"{key} .*{reason}"))
+    REFUSED.append(({key: value}, [], f"recipes have no key {key}: .*{reason}"))
+    REFUSED.append(({}, [f"--{key}", str(value)], f"recipes have no key {key}: .*{reason}"))
 REFUSED.append(({}, ["--loop"], "no key loop: .*training_loop.py"))
 
 
