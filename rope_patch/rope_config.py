@@ -19,6 +19,9 @@ from rope_patch.utils.errors import Refused
 
 START_CHOICES = ("auto", "unscaled", "running")
 
+# rope_types whose meaning is transformers' own, also in versions that are too old to know them.
+NATIVE_ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
+
 # Scalings that a new method replaces with start="auto": it extends the unscaled frequencies at the
 # original length. Models were trained with the other scalings, so doing that would undo training.
 # Of YaRN, `trained_yarn_evidence` decides; of a rotation that we trained, its record in the config.
@@ -29,6 +32,9 @@ LONGROPE_ONLY = ("phi3",)
 
 # Values of `type` that transformers converts to a `rope_type`, keeping both (Qwen 2 VL, Phi 3).
 _ALIASES = {"mrope": "default", "su": "longrope"}
+
+# The key of a temperature of queries (Ministral 3), which begins at the original length.
+TEMPERATURE_KEY = "llama_4_scaling_beta"
 
 # Required keys of transformers' scalings, and lower bounds of their numbers.
 _REQUIRED_KEYS = {
@@ -54,7 +60,7 @@ KNOWN_KEYS = frozenset(
         *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
         *("low_freq_factor", "high_freq_factor", "extrapolation_factor", "finetuned"),
         *("long_factor", "short_factor", "long_mscale", "short_mscale"),
-        *("mrope_section", "mrope_interleaved", "llama_4_scaling_beta"),
+        *("mrope_section", "mrope_interleaved", TEMPERATURE_KEY),
         "max_position_embeddings",  # nothing reads it, but Ministral 3's configs have it
     )
 )

@@ -27,6 +27,7 @@ INSTANT = [
     *(["no-such-command"], ["eval", "--no-such-option"], ["eval"], ["search", "x", "--seed", "x"]),
     *(["eval", "x", "--method", "yarn", "--lengths", "many"], ["methods", "yran"]),
     *(["compare", "x", "--lengths", "many"], ["compare", "x", "--option", "x"]),
+    *(["recipes"], ["recipes", "yarn_64k"]),
 ]
 ORDERS = [
     "import rope_patch.methods",
@@ -91,6 +92,24 @@ for words in {INSTANT!r}:
     assert not heavy, (words, heavy)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tasks_are_listed_without_torch():
+    """Rendering chat templates takes transformers, and no tensor."""
+    code = """
+import sys
+import rope_patch.cli
+assert "typer" not in sys.modules, "Ctrl-C is handled once this is imported"
+sys.argv = ["rope-patch", "tasks"]
+try:
+    rope_patch.cli.main()
+except SystemExit:
+    pass
+assert "torch" not in sys.modules
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "rp_niah" in result.stdout
 
 
 def test_methods_is_the_package_after_any_import_order():

@@ -51,6 +51,8 @@ def requires_extra(subject: str, extra: str) -> Iterator[None]:
 @contextlib.contextmanager
 def handle_interrupt(hint: str = "the same command continues from here") -> Iterator[None]:
     """Exit on Ctrl-C with a hint how to continue and the exit code that shells expect."""
+    import typer  # not with this module, which `main` imports before it handles Ctrl-C
+
     try:
         yield
     except KeyboardInterrupt:

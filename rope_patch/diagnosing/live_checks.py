@@ -15,7 +15,6 @@ import torch
 from rope_patch.diagnosing.facts import Facts, Finding, LayerFacts, frequency_difference
 from rope_patch.methods import Frequencies, Method
 from rope_patch.patching.architecture.attention_source import (
-    APPLY,
     inspect_forward,
     undecorated_forward,
 )
@@ -25,10 +24,11 @@ from rope_patch.patching.method_wrappers import method_origin
 from rope_patch.patching.restoration import lost_patched_buffers, lost_softmax_scales
 from rope_patch.pretrained.adapters import require_same_rotation
 from rope_patch.pretrained.sidecar import SIDECAR, describe_outside, is_missing, sidecar_target
+from rope_patch.transformers_api.models import APPLY_ROTATION
 from rope_patch.utils.errors import Refused
 
 # Functions that other libraries replace: in most files, in Qwen 2 VL's, in Llama 4's.
-_ROTATION_FUNCTIONS = (APPLY, "apply_multimodal_rotary_pos_emb", "apply_rotary_emb")
+_ROTATION_FUNCTIONS = (APPLY_ROTATION, "apply_multimodal_rotary_pos_emb", "apply_rotary_emb")
 
 # Rope types whose modules change their buffer during forward.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -282,7 +282,9 @@ def _replaced_function_finding(facts: Facts) -> Iterator[Finding]:
             if (name, function) in seen or origin in (None, name) or _is_expected_module(origin):
                 continue
             seen.add((name, function))
-            difference = _max_rotation_difference(place, replacement) if function == APPLY else None
+            difference = (
+                _max_rotation_difference(place, replacement) if function == APPLY_ROTATION else None
+            )
             yield Finding(
                 "warning",
                 "rotation-replaced",
@@ -323,7 +325,7 @@ def _max_rotation_difference(home: Any, replacement: Any) -> float | None:
         spec = importlib.util.find_spec(home.__name__)
         fresh_module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
         spec.loader.exec_module(fresh_module)  # type: ignore[union-attr]
-        original: Any = getattr(fresh_module, APPLY)
+        original: Any = getattr(fresh_module, APPLY_ROTATION)
         generator = torch.Generator().manual_seed(0)
         q, k = torch.randn(2, 1, 2, 8, 16, generator=generator)
         angles = torch.outer(torch.arange(8.0), 1e4 ** -torch.arange(0, 1, 1 / 8))

@@ -1,4 +1,4 @@
-"""Biases that are added to attention logits: ALiBi, decays with distance, T5's buckets."""
+"""Compute biases on attention logits: ALiBi (arXiv:2108.12409), decays, T5's (arXiv:1910.10683)."""
 
 from __future__ import annotations
 

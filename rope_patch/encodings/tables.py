@@ -1,4 +1,7 @@
-"""Tables of positions that are added to embeddings: counted, sinusoidal, learned."""
+"""Compute tables of positions that are added to embeddings: counted, sinusoidal, learned.
+
+Sinusoids are those of Attention Is All You Need (arXiv:1706.03762, section 3.5).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Export of a model's rotation to other engines: config fields and command-line arguments.
+"""Export a model's rotation to other engines: config fields and command-line arguments.
 
-Each engine has one small file, written from what the engine's own code reads. Installed packages
+Each engine has one file, written from what the engine's own code reads. Installed packages
 add engines: a module or an object with `NAME` and `export(target)`.
 """
 

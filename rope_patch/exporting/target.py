@@ -1,8 +1,6 @@
-"""Target of an export (a patched model, a plan, a config), its rotations, and the result.
+"""Read what to export from a patched model, a plan or a config, and hold what an exporter returns.
 
-Original length for engines that compute LongRoPE's attention factor from two lengths. The factor is
-sqrt(1 + ln(length / original) / ln(original)) (arXiv:2402.13753), which equals sqrt(ln(length) /
-ln(original)). So an original length exists for any factor of at least 1.
+An exporter gets a `Target` with a `LayerRotation` for each layer type, and returns an `Export`.
 """
 
 from __future__ import annotations
@@ -31,14 +29,22 @@ from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.method_wrappers import describe_yarn, unwrap
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained.loading import empty_model
-from rope_patch.rope_config import LONGROPE_ONLY, by_layer_type, config_rope_type, read_geometries
+from rope_patch.rope_config import (
+    LONGROPE_ONLY,
+    NATIVE_ROPE_TYPES,
+    TEMPERATURE_KEY,
+    by_layer_type,
+    config_rope_type,
+    read_geometries,
+)
 from rope_patch.utils.errors import Refused
+
+# Keys of `rope_parameters` that are independent of the scaling.
+PRESERVED_KEYS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 STATIC_ALTERNATIVE = (
     "use a method whose frequencies stay, such as yarn, or transformers with rope_patch"
 )
-
-_NATIVE_ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
 
 # What engines have of their own, by engine and map.
 _OWN_MAPS = {
@@ -194,9 +200,8 @@ class Target:
         ):
             # A config can express the rotation as a number for each pair.
             for layer_type, rotation in rotations.items():
-                if layer_type in frequencies and (
-                    not has_config_form or not _fits_longrope(rotation)
-                ):
+                fits = has_config_form and rotation.scaling in ("default", "longrope")
+                if layer_type in frequencies and not fits:
                     rotations[layer_type] = replace(
                         rotation, parameters=rotation.as_longrope(length)
                     )
@@ -250,7 +255,7 @@ class Target:
             rotations=rotations,
             extended_layer_types=tuple(rotations),
             length=text_config.max_position_embeddings,
-            has_config_form=set(rope_types) <= _NATIVE_ROPE_TYPES,
+            has_config_form=set(rope_types) <= NATIVE_ROPE_TYPES,
             is_length_dependent=any(
                 config_rope_type(parameters) == "dynamic"
                 or (parameters.get("short_factor") or parameters.get("long_factor"))
@@ -352,10 +357,6 @@ class Target:
             )
 
 
-def _fits_longrope(rotation: LayerRotation) -> bool:
-    return rotation.scaling in ("default", "longrope")
-
-
 def nest_fields(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Nest fields of a config's text config as in the config."""
     text = config.get_text_config(decoder=True)
@@ -440,11 +441,6 @@ class Export:
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
-# Keys of `rope_parameters` that are independent of the scaling.
-_PRESERVED_KEYS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-_TEMPERATURE = "llama_4_scaling_beta"
-
-
 @dataclass(frozen=True)
 class LayerRotation:
     """Rotation of one layer type.
@@ -481,7 +477,7 @@ class LayerRotation:
     @property
     def has_temperature(self) -> bool:
         """Return whether queries grow beyond the checkpoint's original length (Ministral 3)."""
-        return _TEMPERATURE in self.checkpoint_parameters
+        return TEMPERATURE_KEY in self.checkpoint_parameters
 
     @property
     def stretch(self) -> list[float]:
@@ -499,14 +495,14 @@ class LayerRotation:
         """
         preserved = {
             key: self.checkpoint_parameters[key]
-            for key in _PRESERVED_KEYS
+            for key in PRESERVED_KEYS
             if key in self.checkpoint_parameters
         }
         if config_rope_type(self.checkpoint_parameters) == "proportional":
             # For `proportional` it is the share of pairs that rotate.
             preserved.pop("partial_rotary_factor", None)
         if self.has_temperature:
-            names = (_TEMPERATURE, "original_max_position_embeddings")
+            names = (TEMPERATURE_KEY, "original_max_position_embeddings")
             preserved |= {key: self.checkpoint_parameters[key] for key in names}
         return {
             "rope_type": "longrope",
@@ -524,6 +520,10 @@ def original_length_for_factor(
     target: Target, engine: str, length: int, attention_factor: float
 ) -> float:
     """Return the original length that yields an attention factor, usually no whole number.
+
+    For engines that compute LongRoPE's attention factor from two lengths. It is sqrt(1 + ln(length
+    / original) / ln(original)) (arXiv:2402.13753), which equals sqrt(ln(length) / ln(original)). So
+    an original length exists for any factor of at least 1.
 
     Args:
         target: The model, for the error.

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from rope_patch.exporting.engine_fields import engine_version, what_engine_reads
-from rope_patch.exporting.target import Export, Target
+from rope_patch.exporting.target import PRESERVED_KEYS, Export, Target
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Method
 from rope_patch.patching.method_wrappers import ContinuedScaling, unwrap
@@ -19,7 +19,6 @@ from rope_patch.serving.vllm.rope_type import BASE_KEY, rope_type_for
 
 # The largest length of a method that follows every length, if the request names none.
 _DEFAULT_FACTOR = 4
-_PRESERVED_KEYS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 def plugin_refusal(target: Target) -> str | None:
@@ -104,7 +103,7 @@ def _overrides(target: Target, method: Method, length: int, trained_length: int)
     for layer_type, geometry in target.geometries.items():
         own_fields = {
             key: all_parameters[layer_type][key]
-            for key in _PRESERVED_KEYS
+            for key in PRESERVED_KEYS
             if key in all_parameters[layer_type]
         }
         all_parameters[layer_type] = own_fields | _rope_fields(method, geometry, length)

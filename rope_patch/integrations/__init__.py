@@ -1,1 +1,1 @@
-"""Hooks for the trainers of other packages."""
+"""Patch models within other packages' trainers: transformers' and TRL's, and axolotl."""

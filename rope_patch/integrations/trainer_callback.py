@@ -1,4 +1,8 @@
-"""`RopePatchCallback`: a patch that survives whatever transformers' Trainer does to a model."""
+"""Keep a patch through whatever transformers' Trainer does to a model: `RopePatchCallback`.
+
+It checks that the model still rotates as patched, and that rows fit the patched length
+(`RowGuard`), and has every `save_pretrained` write the rotation (`SaveHook`).
+"""
 
 from __future__ import annotations
 
@@ -351,7 +355,7 @@ def describe(handle: Patch | EncodingPatch) -> str:
     return describe_patch(handle) if isinstance(handle, Patch) else str(handle)
 
 
-_BATCH = 1000  # rows of a dataset whose lengths are read at once
+_ROWS_AT_ONCE = 1000  # rows of a dataset whose lengths are read at once
 
 
 class RowGuard:
@@ -373,7 +377,7 @@ class RowGuard:
             return
         longest = outgrown_length(decoder, args, kwargs, self.length)
         if longest is not None:
-            raise _refusal(longest, self.length, self.rotation)
+            raise _row_refusal(longest, self.length, self.rotation)
 
 
 def install_row_guard(model: nn.Module, handle: Patch) -> None:
@@ -404,13 +408,13 @@ def require_short_dataset(dataset: Any, handle: Patch) -> None:
     longest = 0
     if hasattr(dataset, "__len__"):
         rows = dataset.select_columns([column]).with_format("arrow")
-        for table in rows.iter(batch_size=_BATCH):
-            longest = max(longest, _longest(table[column], lists=column == "seq_lengths"))
+        for table in rows.iter(batch_size=_ROWS_AT_ONCE):
+            longest = max(longest, _longest_row(table[column], lists=column == "seq_lengths"))
     if longest > handle.longest_text:
-        raise _refusal(longest, handle.longest_text, str(handle))
+        raise _row_refusal(longest, handle.longest_text, str(handle))
 
 
-def _longest(column: Any, *, lists: bool) -> int:
+def _longest_row(column: Any, *, lists: bool) -> int:
     """Return the longest row of a column of tokens, or the largest number of a column of lists."""
     import pyarrow.compute as compute
 
@@ -418,7 +422,7 @@ def _longest(column: Any, *, lists: bool) -> int:
     return compute.max(numbers).as_py() or 0
 
 
-def _refusal(longest: int, length: int, rotation: str) -> Refused:
+def _row_refusal(longest: int, length: int, rotation: str) -> Refused:
     return Refused(
         f"a row of {longest:,} tokens is longer than the {length:,} that the model is patched for "
         f"({rotation}): cut rows to {length:,} tokens (max_length={length} in TRL), or patch with "
@@ -426,7 +430,7 @@ def _refusal(longest: int, length: int, rotation: str) -> Refused:
     )
 
 
-_METHOD = "save_pretrained"
+_SAVE = "save_pretrained"
 
 
 class SaveHook:
@@ -470,8 +474,8 @@ def install_save_hooks(model: nn.Module, handle: Patch | EncodingPatch) -> None:
         handle: Its patch; the hooks end with it.
     """
     for owner in _saved_models(model):
-        if not isinstance(vars(owner).get(_METHOD), SaveHook):
-            handle.undo_log.set(owner, _METHOD, SaveHook(owner.save_pretrained, owner))
+        if not isinstance(vars(owner).get(_SAVE), SaveHook):
+            handle.undo_log.set(owner, _SAVE, SaveHook(owner.save_pretrained, owner))
 
 
 def copy_sidecar(source: Path, target: Path) -> None:
@@ -484,7 +488,7 @@ def copy_sidecar(source: Path, target: Path) -> None:
 
 def _saved_models(model: nn.Module) -> Iterator[Any]:
     """Yield the outermost model that can be saved, and the base within PEFT's wrapper."""
-    outer: Any = next((m for m in model.modules() if hasattr(type(m), _METHOD)), None)
+    outer: Any = next((m for m in model.modules() if hasattr(type(m), _SAVE)), None)
     if outer is None:
         return
     yield outer

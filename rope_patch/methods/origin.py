@@ -1,4 +1,4 @@
-"""Methods that are not ours: their origin, and their loading from a user's file or module."""
+"""Load methods from a user's file or module, and say where a method that is not ours comes from."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Registry of methods by name: our own, and those of other people's files and packages.
-
-Names of methods that extend encodings other than rotation, for lists and errors. They are formulas
-of `rope_patch.encodings.sites` and no classes of this package. Names that rotary methods have, too
-(`linear`, `ntk`, `dynamic-linear`), are left out.
-"""
+"""Register methods by name, and find them: our own, and those of others' files and packages."""
 
 from __future__ import annotations
 
@@ -212,7 +207,9 @@ def _describe(cls: type) -> str:
 
 PAGE = "docs/other-encodings.md"
 
-# Methods of encodings that do not rotate: what each extends, and what it does.
+# Methods of encodings that do not rotate: what each extends, and what it does. They are formulas of
+# `rope_patch.encodings.sites` and no classes, and stand here for lists and errors. Names that
+# rotary methods have, too (`linear`, `ntk`, `dynamic-linear`), are left out.
 ENCODING_METHODS = {
     "cubic": ("learned tables of positions", "Bicubic interpolation between trained rows."),
     "tile": ("learned tables of positions", "Trained rows, repeated."),

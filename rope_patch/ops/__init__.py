@@ -1,4 +1,9 @@
-"""Rotation of queries and keys, in Triton where it runs and in plain torch everywhere else."""
+"""Rotate queries and keys, in Triton where it runs and in plain torch everywhere else.
+
+In go tensors, positions and packed frequencies (`angles`); `dispatch` chooses `kernels` or
+`plain_torch`, and has `self_check` compare a kernel with `reference` before its first use. Open
+`dispatch` first.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Modes of torch and Triton that change which code can run, and copies without a wait."""
+"""Ask which modes of torch and Triton are active, and copy to a device without a wait."""
 
 from __future__ import annotations
 

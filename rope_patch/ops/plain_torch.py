@@ -1,4 +1,7 @@
-"""The public ops in plain torch, for CPUs and for what the kernels do not run in."""
+"""Run the public ops in plain torch, where the kernels do not run: by device, dtype or mode.
+
+On a CPU, `rope_from_cos_sin` rotates without large temporaries.
+"""
 
 from __future__ import annotations
 

@@ -1,19 +1,15 @@
-"""The check of each kernel at its first use on a device, so that wrong numbers go nowhere unseen.
+"""Check each kernel at its first use on a device, so that wrong numbers go nowhere unseen.
 
-The first call of an op with a new kind of tensors runs the kernels that the call needs, backward
-included, on a few tokens, and compares them with float64. The compiled
-kernels are those of the call itself, so the check costs milliseconds beside their compilation.
-If a kernel is wrong or does not run, one warning says what to report, and the op computes such
-tensors in plain torch until the process ends, forward and backward.
+The first call of an op with a new kind of tensors (`KernelVariant`) runs the kernels that the call
+needs, backward included, on a few tokens (`run_trial`), and compares them with float64. The
+compiled kernels are those of the call itself, so the check costs milliseconds beside their
+compilation. If a kernel is wrong or does not run, one warning says what to report, and the op
+computes such tensors in plain torch until the process ends, forward and backward.
 
 The trial runs in a thread of its own. There, no mode of the caller is active (gradients, inference,
 autocast, dispatch modes, saved-tensor hooks, torch.compile), and its stream is none of the user's.
 A stream that captures a CUDA graph allows no trial: the kernel runs unchecked, and the next call
 outside of a capture checks it.
-
-A small problem for one variant of a kernel, and how far its results are from float64. The truth is
-the plain torch reference in float64 on the CPU, which shares neither the compiler nor the device
-with the kernel. Numbers come from a generator of their own, so no random state changes.
 """
 
 from __future__ import annotations
@@ -220,6 +216,8 @@ def describe_versions() -> str:
     )
 
 
+# -- variants --------------------------------------------------------------------------------------
+
 ROPE, QK_NORM_ROPE, REROTATE = "rope", "qk_norm_rope", "rerotate_"
 
 # `rope_into_cache` without and with norms.
@@ -395,6 +393,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# -- the trial -------------------------------------------------------------------------------------
+
 # Largest error in units of rounding that arithmetic in float32 and one rounding leave. In 16 bits
 # the one rounding dominates; in float32 the approximations of cosine, sine and root do.
 _LIMITS = {torch.float32: 64.0, torch.float16: 4.0, torch.bfloat16: 4.0}
@@ -437,6 +437,8 @@ class Comparison(NamedTuple):
 def run_trial(variant: KernelVariant, *, batch: int = 2, tokens: int = 3) -> list[Comparison]:
     """Run a kernel on a small problem and compare all its results with float64.
 
+    The truth is the plain torch reference on the CPU, which shares neither the compiler nor the
+    device with the kernel. Numbers come from a generator of their own, so no random state changes.
     Gradients are computed without the autograd engine: a backward pass that recomputes activations
     calls ops in a thread of the engine, which would then wait for itself.
 

@@ -1,4 +1,18 @@
-"""Apply a rotation to a live model, and undo it. The only folder that touches a model."""
+"""Apply a rotation to a live model, and undo it.
+
+In go a model and an `Extension`; out comes a `Patch`, the handle of what is in effect. Open `plan`
+first, then `handle`.
+
+- `plan` resolves the request, and changes nothing. `architecture` says what the model's code does,
+  `geometry_selection` and `method_wrappers` what the extension starts from.
+- `handle` applies the plan under the `undo_log`. It installs `dynamic` where frequencies follow the
+  length, `position_maps`, `start_tokens`, `kernels` and hooks on attentions
+  (`attention_interception`), all of which read positions by the rule of `positions`.
+- `stamp` and `length_warning` watch caches and lengths; `restoration` sets lost frequencies again.
+- `proof` tries a patch on a tiny model first where transformers is newer than the tested one.
+
+Encodings that do not rotate are changed by the room `encodings`, under the same undo log.
+"""
 
 from rope_patch.patching.handle import Patch, current
 from rope_patch.patching.restoration import restore

@@ -1,14 +1,12 @@
-"""Intercept what an attention hands to its attention function, and warm its queries by position.
+"""Intercept what an attention hands to its attention function, and scale queries by position.
 
 Most attentions of transformers hand their rotated queries to a function from
 `ALL_ATTENTION_FUNCTIONS`. The attention's forward stays the class's own code. A copy of it, bound
 to one instance, finds a registry under that name whose functions are intercepted. So the name of
 the implementation, masks and caches stay as they are.
 
-Temperature of queries: multiply each query by its position's factor, ahead of the attention.
-
-The factor is the same in eager attention, SDPA, flash and flex attention (see
-`attention_interception`), and keys are left alone.
+`QueryScaling` is the interceptor of a temperature: it multiplies each query by the factor of its
+position, the same in eager attention, SDPA, flash and flex attention. Keys are left alone.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from rope_patch.patching.kernels.attention_forward import (
     forward_attribute,
 )
 from rope_patch.patching.undo_log import UndoLog
-from rope_patch.rope_config import by_layer_type
+from rope_patch.rope_config import TEMPERATURE_KEY, by_layer_type
 from rope_patch.transformers_api.forwards import POSITIONS, rotary_arguments
 from rope_patch.transformers_api.models import (
     ATTENTION_FUNCTIONS,
@@ -252,9 +250,6 @@ def _is_extended(attention: Any, config: Any, geometries: dict[str | None, Geome
     return index is not None and layer_types[index] in geometries
 
 
-_OWN_BETA = "llama_4_scaling_beta"
-
-
 class QueryPositions(threading.local):
     """Positions of the queries in the present forward of a decoder, per thread.
 
@@ -390,7 +385,7 @@ def own_temperature(config: Any) -> str | None:
     if getattr(config, "attn_temperature_tuning", False):
         return "attn_temperature_tuning"
     parameters = by_layer_type(config.rope_parameters).values()
-    return _OWN_BETA if any(each.get(_OWN_BETA) for each in parameters) else None
+    return TEMPERATURE_KEY if any(each.get(TEMPERATURE_KEY) for each in parameters) else None
 
 
 def _require_no_own_temperature(config: Any) -> None:

@@ -1,11 +1,4 @@
-"""Warning that a text outgrew the length that a model was patched for.
-
-Read the whole text again where a model's generate drops its cache. Phi-3 and its kin drop the
-cached keys in `generate` where a text passes the config's original length. Up to transformers 5.17
-they still pass on the newest token or its place alone, so the model goes on as if nothing stood
-before it, with or without a patch. A patched model is given the whole text there, as transformers
-does from 5.23 on.
-"""
+"""Warn that a text outgrew the patched length, and read texts again whose cache was dropped."""
 
 from __future__ import annotations
 
@@ -170,6 +163,11 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 def read_dropped_texts_again(model: nn.Module, undo_log: UndoLog) -> None:
     """Give a model's forward the whole text wherever its generate drops the cache.
+
+    Phi-3 and its kin drop the cached keys in `generate` where a text passes the config's original
+    length. Up to transformers 5.17 they still pass on the newest token or its place alone, so the
+    model goes on as if nothing stood before it, with or without a patch. A patched model is given
+    the whole text there, as transformers does from 5.23 on.
 
     Args:
         model: The patched model, or a wrapper of it.

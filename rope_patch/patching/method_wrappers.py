@@ -24,12 +24,11 @@ from rope_patch.patching.geometry_selection import (
     original_geometry,
     total_yarn,
 )
-from rope_patch.rope_config import by_layer_type, config_rope_type
+from rope_patch.rope_config import TEMPERATURE_KEY, by_layer_type, config_rope_type
 from rope_patch.trained_yarn import trained_yarn_evidence
 from rope_patch.utils.errors import Refused
 
-# Where a config has a temperature of positions, it begins at the original length (Ministral 3).
-_TEMPERATURE, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +193,7 @@ class ContinuedScaling(MethodWrapper):
         if self.inner.is_length_dependent(1):  # mixed windows, LongRoPE of two sets
             # A config holds two sets of frequencies, not three, and one original length.
             return not self.short_frequencies and not any(
-                _TEMPERATURE in parameters for parameters in self.own_parameters.values()
+                TEMPERATURE_KEY in parameters for parameters in self.own_parameters.values()
             )
         return not self.scales_attention
 
@@ -251,7 +250,7 @@ class ContinuedScaling(MethodWrapper):
             "attention_factor": float(reached.attention_factor),
             **original_rope_parameters(geometry),
             **({"original_max_position_embeddings": self.short_length} if switches else {}),
-            **{key: own[key] for key in (_ORIGINAL,) if _TEMPERATURE in own and key in own},
+            **{key: own[key] for key in (_ORIGINAL,) if TEMPERATURE_KEY in own and key in own},
         }
 
     def _is_proportional(self, layer_type: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""Resolve a request to a patch plan that can be applied. Changes nothing."""
+"""Resolve a request to a patch plan that can be applied, and describe a patch. Changes nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""States of torch that a patch meets: the caller's defaults, and replicas of a model.
-
-Replicas of `nn.DataParallel`, each with its own weights and frequencies. torch copies a module's
-attributes to its replicas as they are, including a replaced forward that is bound to the original.
-"""
+"""Run probes under torch's own defaults, and bind replaced forwards to a model's replicas."""
 
 from __future__ import annotations
 
@@ -48,7 +44,11 @@ def torch_defaults() -> Iterator[None]:
 
 
 class ReplicaMaker:
-    """A module's `_replicate_for_data_parallel` that binds the replaced forward to the replica."""
+    """A module's `_replicate_for_data_parallel` that binds the replaced forward to the replica.
+
+    `nn.DataParallel` gives each replica its own weights and frequencies, but copies all other
+    attributes as they are, including a replaced forward that is bound to the original.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -1,4 +1,4 @@
-"""The undo log of a patch, and the corrected copy of the config that it puts on each module."""
+"""Change attributes and configs of live objects, and restore them in reverse order."""
 
 from __future__ import annotations
 

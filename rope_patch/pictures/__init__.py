@@ -1,4 +1,8 @@
-"""Pictures by which people understand positional encodings, computed by the package's functions."""
+"""Draw pictures by which people understand positional encodings, computed by the package itself.
+
+`attention`, `biases`, `rotations` and `tables` register their pictures by name (`picture`), each a
+function from options to panels of plain numbers, which `renderer` draws.
+"""
 
 from __future__ import annotations
 

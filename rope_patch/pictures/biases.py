@@ -1,4 +1,4 @@
-"""Pictures of distances, and of biases: what is added to the logits of queries and keys."""
+"""Draw what encodings do with the distance between two tokens, and the biases that they add."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ _BUCKETS = 32  # buckets of distances in T5's decoders
 _SQUEEZES = {"log-tail": "far distances squeezed", "linear": "all distances divided"}
 # FIRE's initial values (arXiv:2310.04418); both are learned.
 FIRE_RATE, FIRE_THRESHOLD = 0.1, 512.0
+_PANELS = 4  # heads that are shown, one panel each
+_LOWEST = -8.0  # the darkest bias: a logit lower by 8 has 0.03% of the weight
 
 
 @register_picture("decay", length=128, width=64, heads=8, base=10000.0)
@@ -104,10 +106,6 @@ def draw_buckets(options: PictureOptions) -> Picture:
         "reach are untrained. Squeezing the far ones avoids those and keeps the near order; "
         "dividing all distances loses it.",
     )
-
-
-_PANELS = 4  # heads that are shown, one panel each
-_LOWEST = -8.0  # the darkest bias: a logit lower by 8 has 0.03% of the weight
 
 
 @dataclass(frozen=True)

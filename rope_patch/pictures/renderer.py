@@ -1,4 +1,4 @@
-"""Panels of pictures as plain numbers (heat maps, curves, clocks, walks), and their drawing."""
+"""Draw pictures, whose panels (heat maps, curves, clocks, walks) are plain numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-_WIDTH, _HEIGHT, _CAPTION_LINE = 912, 400, 19  # CSS pixels, as all lengths
+# All lengths are in CSS pixels: at 72 dots per inch one point of matplotlib is one pixel.
+_WIDTH, _HEIGHT, _CAPTION_LINE = 912, 400, 19
 _ROW_HEIGHT = 200  # height of a panel without labels, where there are several rows
 _LEFT, _RIGHT, _BAR_RIGHT = 86, 24, 84  # space for labels of the y axis and of colour bars
 _GAP = 22  # space between panels that share their labels

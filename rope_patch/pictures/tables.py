@@ -1,4 +1,4 @@
-"""Pictures of encodings that are added to embeddings, and their tables by name."""
+"""Draw encodings that are added to embeddings: their tables, components and differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Load, save and register extended models and adapters."""
+"""Load, save and register extended models and adapters.
+
+`loading` makes a model of a folder, a name on the Hub or a GGUF file, and patches it as requested
+or as the folder's sidecar records. `saving` writes the folder, `patched_checkpoint` without reading
+weights. `sidecar` has the record of a patch, and of the rotation that weights were trained under;
+`encoding_checkpoint` that of models that do not rotate. `adapters` fits PEFT's adapters to their
+base. Open `sidecar` first.
+"""
 
 from rope_patch.utils.front import front
 

@@ -1,4 +1,4 @@
-"""PEFT adapters, which fit one rotation or encoding: that of their base model in training."""
+"""Load PEFT adapters, which fit one rotation or encoding: that of their base model in training."""
 
 from __future__ import annotations
 

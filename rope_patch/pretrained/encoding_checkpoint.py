@@ -1,15 +1,13 @@
-"""Checkpoints of models that do not rotate: extended encodings, and those that `encode` gave.
+"""Save and load models that do not rotate: extended encodings, and those that `encode` gave.
 
-Plain transformers rebuilds what the config and the weights say: learned tables, and T5's largest
-distance. Those are native, and config.json keeps their new fields. All else loads as the unpatched
-model, and the sidecar says what to do again. The tables before the patch lie beside the weights,
-so that another method starts from them, and so does undoing.
+Of an extended encoding, plain transformers rebuilds what the config and the weights say: learned
+tables, and T5's largest distance. Those are native, and config.json keeps their new fields. All
+else loads as the unpatched model, and the sidecar says what to do again. The tables before the
+patch lie beside the weights, so that another method starts from them, and so does undoing.
 
-Folders of models that `rope_patch.encode` gave another encoding.
-
-`model-encoding.safetensors` holds the encoding's trained parts, and the sidecar its name and
-options. The other weights are where plain transformers expects them, so it loads the folder as a
-model of its class's own encoding, which is another model.
+Of an encoding that `rope_patch.encode` gave, `model-encoding.safetensors` holds the trained parts,
+and the sidecar name and options. The other weights are where plain transformers expects them, so it
+loads the folder as a model of its class's own encoding, which is another model.
 """
 
 from __future__ import annotations
@@ -42,7 +40,10 @@ from rope_patch.patching.handle import Patch
 from rope_patch.utils.errors import Refused, parse_json
 from rope_patch.utils.installation import version
 
+SIDECAR = "rope_patch.json"
 TABLES = "rope_patch_tables.safetensors"
+WEIGHTS = "model-encoding.safetensors"
+KIND = "encode"  # the sidecar's `kind` of a model that was given another encoding
 _POSITIONS = "positions"  # the sidecar's key that tells these sidecars from those of rotations
 _ORIGINAL, _PATCHED = "original.", "patched."
 
@@ -257,9 +258,7 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-KIND = "encode"
-WEIGHTS = "model-encoding.safetensors"
-_SIDECAR = "rope_patch.json"
+# Fields of the sidecar of a model that was given another encoding.
 _TYPES: dict[str, Any] = {
     "encoding": str,
     "options": dict,
@@ -296,7 +295,7 @@ def write_encoded(model: nn.Module, handle: EncodedModel, folder: Path) -> None:
         }
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     sidecar = _make_sidecar(model, handle)
-    (folder / _SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+    (folder / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
 
 
 def read_encoded(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -305,7 +304,7 @@ def read_encoded(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     Raises:
         ValueError: The file is damaged.
     """
-    path = Path(folder) / _SIDECAR
+    path = Path(folder) / SIDECAR
     if not path.is_file():
         return None
     try:
@@ -320,7 +319,7 @@ def read_encoded(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     return sidecar
 
 
-def original_config(folder: str | os.PathLike[str], sidecar: dict[str, Any]) -> Any:
+def unencoded_config(folder: str | os.PathLike[str], sidecar: dict[str, Any]) -> Any:
     """Return the config of an encoded model's folder from before it was encoded."""
     fields = parse_json((Path(folder) / "config.json").read_text())
     fields.get("text_config", fields).update(sidecar["original"])

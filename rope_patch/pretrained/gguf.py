@@ -1,7 +1,7 @@
-"""GGUF files: the rotation that they name, and their weights as transformers expands them.
+"""Load GGUF files with their weights expanded, and rotated as the file says.
 
-The rotation that a GGUF file names, which transformers leaves out of the config. llama.cpp rotates
-by it without flags (src/llama-model.cpp and src/llama-context.cpp, 2026-10):
+transformers leaves the rotation that a file names out of the config. llama.cpp rotates by it
+without flags (src/llama-model.cpp and src/llama-context.cpp, 2026-10):
 
 - `rope.scaling.type` is linear where the key is missing, and `rope.scale_linear` is the factor's
   old name. A type of "none" ignores the factor.

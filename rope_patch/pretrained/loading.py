@@ -1,4 +1,4 @@
-"""Loading of patched models through transformers and accelerate, with errors that help."""
+"""Load patched models through transformers and accelerate, with errors that help."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from rope_patch.pretrained.adapters import (
 from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.encoding_checkpoint import (
     is_encoding_sidecar,
-    original_config,
     read_encoded,
     restore_encoded,
     restore_tables,
+    unencoded_config,
     unpatch_loaded,
 )
 from rope_patch.pretrained.gguf import apply_gguf_rotation, dense_options, unmark_quantized
@@ -176,7 +176,7 @@ def load(
         extension = replace(extension_from_sidecar(patch_sidecar), kernels=kernels)
     loading = {"device_map": device_map, "dtype": dtype, "gguf_file": gguf_file, **kwargs}
     if encoded is not None:
-        config = original_config(path, encoded)
+        config = unencoded_config(path, encoded)
         restore_encoded(empty_model(path, config), encoded, extension)
         model = read_model(path, config=config, **loading)
         restore_encoded(model, encoded, extension, path)

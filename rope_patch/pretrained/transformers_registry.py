@@ -21,16 +21,18 @@ from rope_patch.methods.base import require_tokens
 from rope_patch.methods.dynamic import Dynamic
 from rope_patch.methods.mixed import Mixed
 from rope_patch.methods.position_map import PositionMap
-from rope_patch.rope_config import by_layer_type, config_rope_type, read_geometries
+from rope_patch.rope_config import (
+    NATIVE_ROPE_TYPES,
+    by_layer_type,
+    config_rope_type,
+    read_geometries,
+)
 from rope_patch.transformers_api.models import rope_config_class, rope_functions
 from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
 
 _FUNCTIONS, _CONFIG_CLASS = rope_functions(), rope_config_class()
-
-# rope_types whose meaning is transformers' own, also in versions that are too old to know them.
-_NATIVE_ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
 
 # Keys that every method accepts besides its options.
 _LENGTH_KEY = "original_max_position_embeddings"
@@ -101,7 +103,7 @@ def to_native_rope_parameters(config: Any) -> dict[str, Any]:
     replaced: dict[Any, dict[str, Any]] = {}
     for layer_type, parameters in by_layer_type(all_parameters).items():
         name = config_rope_type(parameters)
-        if name in _NATIVE_ROPE_TYPES or name not in registered_methods():
+        if name in NATIVE_ROPE_TYPES or name not in registered_methods():
             continue
         method = _build_method(name, parameters)
         native = method.rope_parameters(_geometry(config, layer_type, parameters))
@@ -122,7 +124,7 @@ def _names_to_register() -> list[str]:
     return [
         name
         for name, method_class in registered_methods().items()
-        if name not in _NATIVE_ROPE_TYPES
+        if name not in NATIVE_ROPE_TYPES
         # A map of positions lies in attention, which no rotary module can change.
         and not issubclass(method_class, PositionMap)
         # A later transformers may have one of our names, too.

@@ -1,4 +1,9 @@
-"""Rotation by length inside serving engines: what rope_patch adds to an engine's own process."""
+"""Rotate by length inside serving engines: what rope_patch adds to an engine's own process.
+
+`vllm` is a plugin of vLLM, whose `plugin.register` each of vLLM's processes calls. Each request
+gets the profile of its length, a rotation that stays (`profiles`). `transformers_server` has
+`transformers serve` load folders as `rope_patch.load` does.
+"""
 
 from __future__ import annotations
 

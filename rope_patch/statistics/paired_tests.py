@@ -1,4 +1,8 @@
-"""Paired tests: do two methods differ on the same samples by more than chance?"""
+"""Test whether two methods differ on the same samples by more than chance.
+
+Single hits and misses take McNemar's exact test. All other scores take sign flips of texts, an
+exact test of symmetric differences; `sign_flip_test` has the interval that agrees with it.
+"""
 
 from __future__ import annotations
 

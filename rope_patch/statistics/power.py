@@ -1,4 +1,4 @@
-"""Power: what a test can show with how many texts, and how often data may be looked at."""
+"""Tell what a test can show with how many texts, and what looking at growing data costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find recipes and launch files by name."""
+"""Find recipes and launch files by name, without the packages that read them."""
 
 from __future__ import annotations
 

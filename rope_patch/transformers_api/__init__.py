@@ -6,6 +6,7 @@ each, whose text says which releases have which form. The rest of the package im
 `transformers` only what its own top level offers. So a new release costs one folder.
 
 - `forwards`: the arguments of a forward, by kind before name: tokens, positions, mask, cache.
+- `attention_functions`: what eager attention, SDPA, flash and flex attention do with arguments.
 - `caches`: classes of caches and their layers, paged caches, the cache in an output.
 - `generation`: the steps of `generate`, continuous batching, `transformers serve`.
 - `chat_templates`: their clock.

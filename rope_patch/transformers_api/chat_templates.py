@@ -17,7 +17,7 @@ from transformers.utils import chat_template_utils
 from rope_patch.transformers_api.models import installed_release
 from rope_patch.utils.errors import Refused
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.Lock()  # the clock is a global of transformers' module
 
 
 @contextmanager

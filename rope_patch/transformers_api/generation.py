@@ -1,4 +1,4 @@
-"""The steps of transformers' `generate`, its continuous batching, and its server.
+"""Find what hooks replace in transformers: steps of `generate`, batching, and the server.
 
 A step is a method that `generate` calls on the model. Hooks replace it on one instance. A model
 that generates, but lacks the step, comes from a release that this package does not know, and is

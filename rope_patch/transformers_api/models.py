@@ -12,10 +12,28 @@ from packaging.version import Version
 
 from rope_patch.utils.errors import Refused
 
+NEWEST_TESTED = "5.24.0"
+
 APPLY_ROTATION = "apply_rotary_pos_emb"  # the global by which most attentions rotate
 ATTENTION_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"  # the global with their attention functions
 ATTENTION_GETTER = "get_interface"  # its method; releases before 5.1 index it instead
 EAGER_ATTENTION = "eager_attention_forward"  # the global that is taken for "eager"
+
+
+@functools.cache  # reading a package's metadata takes a millisecond, and every patch asks
+def transformers_version() -> str:
+    """Return the installed release of transformers."""
+    return version("transformers")
+
+
+def installed_release() -> str:
+    """Return "transformers 5.24.0", for messages."""
+    return f"transformers {transformers_version()}"
+
+
+def is_newer_than_tested() -> bool:
+    """Return whether the installed transformers is newer than the newest tested one."""
+    return Version(transformers_version()) > Version(NEWEST_TESTED)
 
 
 def rope_functions() -> dict[str, Any]:
@@ -98,22 +116,3 @@ def decoder_output(hidden: Any) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
-
-
-NEWEST_TESTED = "5.24.0"
-
-
-@functools.cache  # reading a package's metadata takes a millisecond, and every patch asks
-def transformers_version() -> str:
-    """Return the installed release of transformers."""
-    return version("transformers")
-
-
-def installed_release() -> str:
-    """Return "transformers 5.24.0", for messages."""
-    return f"transformers {transformers_version()}"
-
-
-def is_newer_than_tested() -> bool:
-    """Return whether the installed transformers is newer than the newest tested one."""
-    return Version(transformers_version()) > Version(NEWEST_TESTED)

@@ -1,4 +1,4 @@
-"""Helpers for the whole package: files, errors, checksums, progress and processes."""
+"""Help the whole package with files, errors, checksums, figures, plugins, processes, terminals."""
 
 from rope_patch.utils.front import front
 

@@ -1,4 +1,4 @@
-"""Errors in one line, and words of others in Markdown, on terminals and in notebooks."""
+"""Write errors in one line, and words of others in Markdown, on terminals and in notebooks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def one_line(text: object, max_length: int | None = _MAX_LENGTH) -> str:
         max_length: Characters; a longer text ends in "...", at a word if there is one. None cuts
             nothing.
     """
-    printable = "".join(c if c.isprintable() else " " for c in str(text))
-    line = " ".join(printable.split())
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     if max_length is None or len(line) <= max_length:
         return line
     head = line[: max_length - 4]

@@ -1,4 +1,7 @@
-"""Style of all figures, and their files, which are the same for the same results."""
+"""Give all figures one style, and write them as files that are the same for the same results.
+
+matplotlib is imported where a figure is drawn, so that a path can be checked without it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from rope_patch.utils import atomic_files
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
 
 # Name: (on paper, on a dark screen). After Okabe and Ito, so colour-blind readers tell them apart.
 PALETTE = {

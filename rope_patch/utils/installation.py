@@ -1,4 +1,4 @@
-"""What is installed: versions, the package's own files, and names of before."""
+"""Find versions and the package's own files, and warn of old names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show progress, durations, signed numbers with their intervals, and rows in aligned columns."""
+"""Show progress, and format durations, columns, and signed numbers with their intervals."""
 
 from __future__ import annotations
 

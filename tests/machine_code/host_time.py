@@ -33,11 +33,10 @@ from triton.backends.compiler import GPUTarget
 from rope_patch.benchmarks import SHAPES, VIEWS, Problem, Shape
 from rope_patch.ops import dispatch, self_check
 from rope_patch.ops.kernels.launcher import Launcher
-from rope_patch.patching.architecture.attention_source import APPLY
 from rope_patch.patching.kernels import attention_forward
 from rope_patch.patching.kernels.attention_forward import PositionPassthrough
 from rope_patch.patching.undo_log import UndoLog
-from rope_patch.transformers_api.models import model_file
+from rope_patch.transformers_api.models import APPLY_ROTATION, model_file
 
 apply_rotary_pos_emb = model_file("llama").apply_rotary_pos_emb  # a patch rebinds this name
 _TARGET = GPUTarget("cuda", 90, 32)
@@ -234,7 +233,7 @@ def measure(shape: Shape, repeats: int) -> dict[str, HostTime]:
             layers.patch()
         for attention in without_rotate.attentions:
             names = vars(attention)["forward"].function.__globals__
-            names[APPLY] = _return_both
+            names[APPLY_ROTATION] = _return_both
         frame.attentions = [_FrameOfAttention() for _ in frame.attentions]
         frame.rotary = ours.rotary
         no_launch = mock.patch.object(Launcher, "__call__", _do_nothing)

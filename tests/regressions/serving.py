@@ -214,8 +214,8 @@ DEFECTS = [
     Defect(
         "rows of a stream beyond the patched length are trained on",
         f"{_INTEGRATIONS}/trainer_callback.py",
-        "        if longest is not None:\n            raise _refusal(",
-        "        if False:\n            raise _refusal(",
+        "        if longest is not None:\n            raise _row_refusal(",
+        "        if False:\n            raise _row_refusal(",
         (
             "tests/integrations/test_trainer_callback.py::test_rows_of_a_stream_are_checked_at_each_step",
         ),

@@ -1,4 +1,8 @@
-"""Encodings in the place of a model's own: by name, with their options and extension."""
+"""Define what an encoding in the place of a model's own is, and build it from name and options.
+
+Each encoding derives from one of three kinds (`AbsoluteEncoding`, `BiasEncoding`, `RotaryEncoding`)
+and registers itself. `encoded_extension` says how `rope_patch.patch` may extend one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The function `encode`, and the handle of the model that it changed."""
+"""Give a decoder another encoding by `encode`, and undo it by the handle of the model."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def find_key_tokens(
         ids: The document's tokens.
         trained_length: The evaluator's, in tokens.
         short_context: Tokens, at most a quarter of the trained length.
-        head: As in `perplexity.part`.
+        head: As in `excerpt`.
 
     Returns:
         Positions in the document, ascending; none where nothing needs the far past.
@@ -288,7 +288,7 @@ def find_key_tokens(
 
 
 def losses_at(losses: torch.Tensor, positions: list[int]) -> list[float]:
-    """Return the losses of tokens at `positions`, from those of `perplexity.document_losses`."""
+    """Return the losses of tokens at `positions`, from those of `document_losses`."""
     return [losses[position - 1].item() for position in positions]
 
 
@@ -358,7 +358,7 @@ def window_losses(
         stride: Tokens scored in each window.
         ends: Position after each window, at least `length`.
         label: The label on the progress bar.
-        head: As in `perplexity.part`.
+        head: As in `excerpt`.
 
     Returns:
         Mean negative log-likelihoods in nats, one for each of the ends.

@@ -1,9 +1,8 @@
-"""The package for the hub: the kernels' modules, their metadata, a card and the licence.
+"""Build the package for the hub: the kernels' modules, their metadata, a card and the licence.
 
-The modules that a module needs, with imports that work under any name of the package. The hub loads
-a package under a name of its own choice, and several versions of it in one process. So imports
-become relative, and custom operators get a namespace of their own. Comments and layout stay: the
-text is changed only where an import or an operator's name stands.
+The hub loads a package under a name of its own choice, and several versions of it in one process.
+So imports become relative, and custom operators get a namespace of their own. Comments and layout
+stay: a module's text is changed only where an import or an operator's name stands.
 """
 
 from __future__ import annotations

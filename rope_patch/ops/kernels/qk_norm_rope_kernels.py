@@ -1,9 +1,7 @@
-"""Triton kernels of the op `qk_norm_rope`: norm and rotation, their gradients, and the weights'.
+"""Norm and rotate in Triton, and compute the gradients of queries, keys and weights.
 
-`qk_norm_rope.py` launches them.
-
-Sum of the weights' gradients over the programs of a backward kernel, in one launch. The rows are
-always added in the same order, so equal inputs have equal gradients.
+`qk_norm_rope.py` launches the first two kernels; `sum_programs` launches the sum of the weights'
+gradients over the programs of the second.
 """
 
 from __future__ import annotations
@@ -321,13 +319,15 @@ def sum_kernel(
     tl.store(k_sum + column - q_size, sums.to(k_sum.dtype.element_ty), mask=is_k)
 
 
-_launcher = Launcher(sum_kernel)
+_sum_launcher = Launcher(sum_kernel)
 
 
 def sum_programs(
     partial_sums: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of both weights, in their shapes and dtypes.
+    """Return the gradients of both weights, in their shapes and dtypes, by one launch.
+
+    The rows are always added in the same order, so equal inputs have equal gradients.
 
     Args:
         partial_sums: A row for each program, float32 `[programs, weights of q and then of k]`.
@@ -339,11 +339,11 @@ def sum_programs(
     sums = torch.empty_like(q_weight), torch.empty_like(k_weight)
     sizes = (len(partial_sums), q_weight.numel(), k_weight.numel())
     key = (*sizes, q_weight.dtype, k_weight.dtype, partial_sums.device)
-    _launcher(key, (partial_sums, *sums), 0, _make_spec, sizes)
+    _sum_launcher(key, (partial_sums, *sums), 0, _sum_spec, sizes)
     return sums
 
 
-def _make_spec(sizes: tuple[int, int, int]) -> LaunchSpec:
+def _sum_spec(sizes: tuple[int, int, int]) -> LaunchSpec:
     width = sizes[1] + sizes[2]
     columns = _FEW_COLUMNS if width <= _NARROW else _MANY_COLUMNS
     tile = {"ROWS": _ELEMENTS // columns, "COLUMNS": columns}

@@ -1,1 +1,1 @@
-"""Facts about a model's rotation, read from its modules and their source code."""
+"""Find out how a model rotates, from its modules and their code, and set its frequencies."""

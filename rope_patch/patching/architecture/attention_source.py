@@ -1,7 +1,8 @@
-"""Facts about a model's attentions, read from the source code of their forwards.
+"""Read facts about a model's attentions from the source code of their forwards.
 
 Most architectures of transformers rotate by one call of `apply_rotary_pos_emb` with the cos and sin
-that they receive. If a forward uses them nowhere else, other tensors can take their place.
+that they receive. If a forward uses them nowhere else, other tensors can take their place. Which
+layers rotate at all is read from the config, and from conditions ahead of that call.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from rope_patch.patching.architecture.rotary_modules import CANNOT_FOLLOW_YET
 from rope_patch.rope_config import by_layer_type
 from rope_patch.transformers_api.forwards import MASK
 from rope_patch.transformers_api.models import APPLY_ROTATION
-from rope_patch.transformers_api.models import APPLY_ROTATION as APPLY
 from rope_patch.utils.errors import Refused
 
 _ANGLES = ("cos", "sin")
@@ -69,7 +69,9 @@ def _parse_forward(module_class: Any) -> ForwardUsage:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, AttributeError, SyntaxError):
         return ForwardUsage(rotates=False)
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_name(n.func, APPLY)]
+    calls = [
+        n for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_name(n.func, APPLY_ROTATION)
+    ]
     used = [
         n
         for n in ast.walk(tree)
@@ -80,7 +82,7 @@ def _parse_forward(module_class: Any) -> ForwardUsage:
     if not calls:
         problem = f"{module_class.__name__} uses cos and sin in a way of its own" if used else None
         return ForwardUsage(rotates=False, problem=problem)
-    single = rotates_one_tensor(function.__globals__.get(APPLY))
+    single = rotates_one_tensor(function.__globals__.get(APPLY_ROTATION))
     count = 1 if single else 2
     tidy = single is not None and all(
         [_is_name(a, name) for a, name in zip(call.args[count:], _ANGLES, strict=False)]

@@ -1,10 +1,4 @@
-"""Rotary modules of a live model, their owners and decoders, and Liger's rotation in their place.
-
-Warning about Liger's rotation in the place of transformers' own.
-
-`TrainingArguments(use_liger_kernel=True)` replaces the rotation in the modeling file when training
-starts, for every model of that file in the process, and never restores it.
-"""
+"""Find a model's rotary modules, their owners and decoders, and Liger's rotation in their place."""
 
 from __future__ import annotations
 
@@ -23,10 +17,11 @@ from rope_patch.transformers_api.forwards import CACHE, MASK, POSITIONS, TOKENS,
 from rope_patch.transformers_api.models import installed_release
 from rope_patch.utils.errors import Refused
 
+logger = logging.getLogger("rope_patch")
+
 CANNOT_FOLLOW_YET = (
     "cannot be followed in a cache yet: use a method whose frequencies stay, such as yarn"
 )
-
 
 # What the forward of a decoder must be given, so that the length of each row can be followed.
 DECODER_ARGUMENTS = (TOKENS, POSITIONS, MASK, CACHE)
@@ -156,8 +151,6 @@ def _prefixes(module: nn.Module) -> dict[str | None, str]:
     }
 
 
-logger = logging.getLogger("rope_patch")
-
 # What Liger replaces: in most files, in Qwen 2 VL's, in Llama 4's.
 _ROTATIONS = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb", "apply_rotary_emb")
 
@@ -168,7 +161,11 @@ def is_liger_function(function: Any) -> bool:
 
 
 class LigerWarning:
-    """Warning, once for each patched model, that Liger's rotation is installed."""
+    """Hook that warns, once for each patched model, that Liger's rotation is installed.
+
+    `TrainingArguments(use_liger_kernel=True)` replaces the rotation in the modeling file when
+    training starts, for every model of that file in the process, and never restores it.
+    """
 
     def __init__(self, rotary: RotaryModule, ours: bool) -> None:
         self.file = type(rotary.module).__module__

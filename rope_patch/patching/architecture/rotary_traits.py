@@ -1,4 +1,8 @@
-"""Facts about a model's rotary module, found with probes of its class."""
+"""Find out facts about a model's rotary module with probes of its class.
+
+`RotaryTraits` has the facts, and makes those that take a forward when they are read. `KeyLayout`
+says how cached keys are rotated, with the sections of M-RoPE from `mrope_sections`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from torch import nn
 from rope_patch.methods import Frequencies, registered_methods
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.ops.reference import rotate
-from rope_patch.patching.architecture.attention_source import APPLY, rotates_one_tensor
+from rope_patch.patching.architecture.attention_source import rotates_one_tensor
 from rope_patch.patching.architecture.frequency_buffers import set_frequencies
 from rope_patch.patching.architecture.rotary_modules import (
     CANNOT_FOLLOW_YET,
@@ -29,6 +33,7 @@ from rope_patch.patching.architecture.rotary_modules import (
 from rope_patch.patching.torch_state import torch_defaults
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.rope_config import spelling_hint
+from rope_patch.transformers_api.models import APPLY_ROTATION
 from rope_patch.utils.errors import Refused
 
 
@@ -116,7 +121,7 @@ class RotaryTraits:
         Raises:
             ValueError: The model rotates in neither layout.
         """
-        apply: Any = getattr(sys.modules[type(self.rotary.module).__module__], APPLY, None)
+        apply: Any = getattr(sys.modules[type(self.rotary.module).__module__], APPLY_ROTATION, None)
         if is_liger_function(apply):
             return False  # Liger rotates halves only, and cannot be probed: it runs on GPUs only
         layer_type, own = next(iter(self.frequencies.items()))

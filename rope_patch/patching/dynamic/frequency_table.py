@@ -1,10 +1,9 @@
-"""Frequencies of each row, computed once for each length, also within compiled graphs.
+"""Compute the frequencies of each row once for each length, in eager mode and in compiled graphs.
 
 A row holds all layer types that change, one after another: F numbers.
 
-Custom op that updates frequencies at run time, so torch.compile does not specialise on lengths.
-Whether a step changes frequencies depends on lengths. Reading them in the graph would break it or
-compile them in; the op reads them when the graph runs.
+Whether a step changes frequencies depends on lengths. Reading them in a compiled graph would break
+the graph or compile them in, so a custom op reads them when the graph runs.
 """
 
 from __future__ import annotations

@@ -1,26 +1,9 @@
-"""What a patch does within transformers' `generate`: positions, admission, drafts, batching.
+"""Follow transformers' `generate`: next positions, admission, drafts and continuous batching.
 
-Positions of generate's next token, known without reading them from a device. A new token may have
-any position, so its position has to be read, which waits for the GPU. transformers' own decoding
-loop extends its position_ids by the last one plus 1. So after the first read, positions are certain
-as long as each step's tensor is the one that transformers made from the previous step's tensor, and
-the decoder receives that very tensor. All other positions are read.
-
-Lengths at which generate admits sequences, for methods that fix the factor at admission. generate
-says beforehand how long each sequence may become: its prompt and `max_new_tokens`. The frequencies
-of that length rotate the sequence from its first token on, so no cached key is ever re-rotated.
-Outside of generate a sequence is admitted with what its first forward holds.
-
-Limit the draft of assisted decoding to the next change of frequencies. Tokens processed together
-use the frequencies of the last one. A draft token beyond a change of frequencies, accepted or not,
-would change how the tokens before it are rotated. So drafts end at the length that the next token's
-frequencies serve, and assisted decoding rotates every token as token-by-token decoding does.
-
-Refuse continuous batching where its paged cache would give wrong results. Cached keys would need
-re-rotation, or mix two rotations, or an encoding measures distances by slots of the cache.
-Continuous batching keeps the keys of many requests in the blocks of one paged cache, where they
-cannot be re-rotated. Its forward calls run in a thread of their own, where an error would only fail
-the requests. So the method that starts it raises in the caller's thread.
+- `watch_generate`: the positions of the next tokens, without reading them from a device.
+- `watch_admission`: the length that a sequence may reach, for methods that fix the factor by it.
+- `limit_candidates`: drafts of assisted decoding, which end where frequencies change.
+- `guard_batching`: continuous batching, which is refused where its results would be wrong.
 """
 
 from __future__ import annotations
@@ -110,7 +93,14 @@ class _Step:
 
 
 class GenerationLoop(threading.local):
-    """State of the generate loop that calls a decoder in this thread."""
+    """State of the generate loop that calls a decoder in this thread.
+
+    A new token may have any position, so its position has to be read, which waits for the GPU.
+    transformers' own decoding loop extends its position_ids by the last one plus 1. So after the
+    first read, positions are certain as long as each step's tensor is the one that transformers
+    made from the previous step's tensor, and the decoder receives that very tensor. All other
+    positions are read.
+    """
 
     def __init__(self) -> None:
         self._step: _Step | None = None
@@ -219,6 +209,10 @@ class _UpdateModelKwargs(WrappedMethod):
 
 class Admission(threading.local):
     """Lengths that the present generate of this thread asks for.
+
+    generate says beforehand how long each sequence may become: its prompt and `max_new_tokens`. The
+    frequencies of that length rotate the sequence from its first token on, so no cached key is ever
+    re-rotated. Outside of generate a sequence is admitted with what its first forward holds.
 
     Attributes:
         lengths: Tokens of each row with all that may be generated; None outside of generate.
@@ -346,6 +340,11 @@ class _PrepareCache(WrappedMethod):
 def limit_candidates(model: nn.Module, length_hooks: HookedDecoders, undo_log: UndoLog) -> None:
     """End the drafts of assisted decoding where frequencies change.
 
+    Tokens processed together use the frequencies of the last one. A draft token beyond a change of
+    frequencies, accepted or not, would change how the tokens before it are rotated. So drafts end
+    at the length that the next token's frequencies serve, and assisted decoding rotates every token
+    as token-by-token decoding does.
+
     Args:
         model: The patched model, or a wrapper of it.
         length_hooks: Each decoder that follows lengths, its rotary module and its `LengthHooks`.
@@ -357,12 +356,8 @@ def limit_candidates(model: nn.Module, length_hooks: HookedDecoders, undo_log: U
             undo_log.set(module, CANDIDATE_GENERATOR, factory)
 
 
-class _LimitedGeneratorFactory:
+class _LimitedGeneratorFactory(WrappedMethod):
     """Wrapper of `_get_candidate_generator` that limits the drafts of the generators it makes."""
-
-    def __init__(self, original_method: Any, hooks: LengthFollower) -> None:
-        self.original_method = original_method
-        self.hooks = hooks
 
     def __call__(self, *, input_ids: torch.Tensor, model_kwargs: dict[str, Any], **options: Any):
         generator = self.original_method(input_ids=input_ids, model_kwargs=model_kwargs, **options)
@@ -457,6 +452,10 @@ _ROTATION_ATTRIBUTE = "_rope_patch_rotation"
 
 class BatchingGuard:
     """Wrapper of `init_continuous_batching` that refuses paged caches of several rotations.
+
+    Continuous batching keeps the keys of many requests in the blocks of one paged cache, where they
+    cannot be re-rotated. Its forward calls run in a thread of their own, where an error would only
+    fail the requests. So the method that starts it raises in the caller's thread.
 
     Attributes:
         module: The model.

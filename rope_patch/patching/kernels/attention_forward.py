@@ -1,17 +1,9 @@
-"""A model's attention forward with this package's rotation and its norms of queries and keys.
+"""Have a model's attentions rotate by this package's kernels, norms of queries and keys included.
 
 The forward stays the class's own code. A copy of it, bound to one instance, finds our rotation
-under the name `apply_rotary_pos_emb`, which applies the norms ahead of it, too. Other users of the
-class or the function are not affected.
-
-Positions and packed frequencies in the place of cos and sin, where our kernels rotate. A model
-passes two tensors from its rotary module to every layer, which calls one function with them. If
-that function is ours, two other tensors can be passed in their place.
-
-Norms of queries and keys that are left to the rotation, which applies them in its launch. The copy
-of an attention's forward calls a `DeferredNorm` in place of each norm. It returns its input if the
-rotation applies the norm, and calls the norm's module if not. The modules themselves stay as they
-are, and are called whenever something can see that: hooks, wrappers, other weights.
+under the name `apply_rotary_pos_emb`. Other users of the class or the function are not affected.
+The rotary module then passes positions and packed frequencies (`PositionPassthrough`), and norms
+ahead of the rotation are left to its launch (`DeferrableNorms`).
 """
 
 from __future__ import annotations
@@ -32,13 +24,13 @@ from rope_patch.ops.modes import has_global_hooks, needs_plain_torch
 from rope_patch.ops.plain_torch import needs_reference, rope_from_cos_sin
 from rope_patch.ops.reference import rms_norm
 from rope_patch.patching.architecture.attention_source import (
-    APPLY,
     inspect_forward,
     undecorated_forward,
 )
 from rope_patch.patching.kernels.cache_write import CacheWrite, active
 from rope_patch.patching.torch_state import forward_for_replica, torch_defaults
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.models import APPLY_ROTATION
 
 
 class ReboundForward(ABC):
@@ -136,9 +128,9 @@ class PatchedAttentionForward(ReboundForward):
     def names(self, function: Any) -> dict[str, Any]:
         """Return what the copy finds under which global names."""
         attention_class: Any = self.module.__class__
-        self._original_apply = function.__globals__[APPLY]
+        self._original_apply = function.__globals__[APPLY_ROTATION]
         one_tensor = inspect_forward(attention_class).one_tensor
-        return {APPLY: self.rotate_one if one_tensor else self.rotate}
+        return {APPLY_ROTATION: self.rotate_one if one_tensor else self.rotate}
 
     def rotate(
         self,
@@ -335,6 +327,9 @@ def _version(x: Any) -> int:
 class PositionPassthrough:
     """A rotary module's forward that returns positions and packed frequencies for our kernels.
 
+    A model passes two tensors from its rotary module to every layer, which calls one function with
+    them. If that function is ours, two other tensors can be passed in their place.
+
     Returns cos and sin of the original forward where our kernels do not run, and where a sequence
     is to keep the bits of the plain model, which no other rounding gives.
     """
@@ -433,7 +428,12 @@ def end_deferral() -> None:
 
 
 class DeferrableNorms:
-    """The norms of an attention's queries and keys.
+    """The norms of an attention's queries and keys, which the rotation applies in its launch.
+
+    The copy of the attention's forward calls a `DeferredNorm` in place of each norm. It returns its
+    input if the rotation applies the norm, and calls the norm's module if not. The modules
+    themselves stay as they are, and are called whenever something can see that: hooks, wrappers,
+    other weights.
 
     Attributes:
         attention: The attention.

@@ -12,7 +12,6 @@ from torch import nn
 
 from rope_patch.ops import KERNELS, triton_unavailable_reason
 from rope_patch.patching.architecture.attention_source import (
-    APPLY,
     inspect_forward,
     undecorated_forward,
 )
@@ -26,6 +25,7 @@ from rope_patch.patching.kernels.attention_forward import (
     shared_norm_spec,
 )
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.transformers_api.models import APPLY_ROTATION
 from rope_patch.utils.errors import Refused
 
 
@@ -66,13 +66,15 @@ def inspect_site(traits: RotaryTraits, start_tokens: int = 0) -> RotationSite:
     rotary, owner = traits.rotary, traits.owner
     modules = [m for m in owner.modules() if m is not rotary.module]
     attentions = [m for m in modules if inspect_forward(type(m)).rotates]
-    apply = getattr(sys.modules[type(rotary.module).__module__], APPLY, None)
+    apply = getattr(sys.modules[type(rotary.module).__module__], APPLY_ROTATION, None)
     kinds = {type(m) for m in modules}
     foreign = [type(m).__name__ for m in attentions if has_foreign_forward(m)]
     problems = [problem for kind in kinds if (problem := inspect_forward(kind).problem)]
     if not attentions:
-        problems.append(f"{type(owner).__name__} does not call {APPLY}")
-    elif any(undecorated_forward(type(m)).__globals__[APPLY] is not apply for m in attentions):
+        problems.append(f"{type(owner).__name__} does not call {APPLY_ROTATION}")
+    elif any(
+        undecorated_forward(type(m)).__globals__[APPLY_ROTATION] is not apply for m in attentions
+    ):
         problems.append(f"{type(owner).__name__} rotates by several functions")
     elif foreign:
         problems.append(f"the forward of {foreign[0]} was replaced")

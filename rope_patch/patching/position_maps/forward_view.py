@@ -1,10 +1,7 @@
-"""Positions of a forward's tokens and of those in its cache, as the attentions need to know them.
+"""Tell the attentions of one forward its positions, its masks and the pieces to compute.
 
-Cut the regions of consecutive queries into pieces that fused attention computes at full speed. A
-region gives each query an interval of keys. Over consecutive queries, its ends stay where they are
-or move on with the queries. So a region falls into rectangles, which need no mask, triangles, which
-are causal, and bands, which are computed in short blocks of queries under a small mask. Taken
-together they are the causal triangle: nothing is computed twice but the corners of the bands.
+`ForwardView` has the positions of the new tokens and of those in the cache, `Visibility` reads one
+layer's mask, and `PositionRecord` goes with the cache to the next forward.
 """
 
 from __future__ import annotations
@@ -182,7 +179,13 @@ class Piece:
 
 
 def cut_region(region: int, start: np.ndarray, stop: np.ndarray) -> Iterator[Piece]:
-    """Yield the pieces of a region.
+    """Yield the pieces of a region of consecutive queries, which fused attention takes as they are.
+
+    A region gives each query an interval of keys. Over consecutive queries, its ends stay where
+    they are or move on with the queries. So a region falls into rectangles, which need no mask,
+    triangles, which are causal, and bands, which are computed in short blocks of queries under a
+    small mask. Taken together they are the causal triangle: nothing is computed twice but the
+    corners of the bands.
 
     Args:
         region: Place of the region in the map's list.
@@ -241,7 +244,7 @@ def _cut_segment(
             yield Piece(region, slice(row + n, row + n + 1), slice(start + n, stop))
 
 
-_BLOCK = 256  # queries whose part of a mask is compared at once
+_COMPARED = 256  # queries whose part of a mask is compared at once
 
 
 class Visibility:
@@ -304,8 +307,8 @@ class Visibility:
             return call.first_ahead == ahead and bool(self._mask.all())
         if self._adds or self._mask.shape[1] > 1:
             return False
-        for first in range(0, self.steps, _BLOCK):
-            span = slice(first, min(first + _BLOCK, self.steps))
+        for first in range(0, self.steps, _COMPARED):
+            span = slice(first, min(first + _COMPARED, self.steps))
             last = torch.arange(self.steps, device=self.device)[span, None] + ahead
             expected = torch.arange(self.slots, device=self.device) < last
             seen, bias = self.of(span)

@@ -1,8 +1,7 @@
-"""Attention functions that compare queries and keys at mapped positions.
+"""Compare queries and keys at mapped positions, in the place of a model's attention function.
 
-Attention at mapped positions with all logits of a block of queries at once. It serves every mask,
-padding, gradients, softcap and dropout, and is what the fused parts are tested against. Memory
-grows linearly with the keys, but for gradients.
+Causal attention over consecutive positions is computed by fused `parts`, all other by
+`attend_masked`.
 """
 
 from __future__ import annotations
@@ -230,7 +229,10 @@ def attend_masked(
     value: torch.Tensor,
     visibility: Visibility,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return attention under any mask.
+    """Return attention under any mask, with all logits of a block of queries at once.
+
+    It serves padding, gradients, softcap and dropout, too, and is what the fused parts are tested
+    against. Memory grows linearly with the keys, but for gradients.
 
     Args:
         view: The forward's positions.

@@ -1,4 +1,4 @@
-"""Attention at mapped positions by fused calls, one for each piece of a region."""
+"""Compute attention at mapped positions by fused calls, one for each piece, and merge the parts."""
 
 from __future__ import annotations
 

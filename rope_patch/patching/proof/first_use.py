@@ -1,13 +1,9 @@
-"""A proof on a tiny model of a class, and when it is made: at the class's first use.
+"""Prove methods on a tiny model of a class, at the class's first use.
 
 On a transformers newer than the newest tested one, the first patch of a model class with a kind of
 methods is proven before it changes anything. A proof that was passed is remembered in the user's
 cache folder, by all that it depends on: the versions of transformers, torch and rope_patch, the
 source of the model's class, and the config of the tiny model. One that failed refuses the patch.
-
-The proof of a model class: what holds for each kind of methods, and how it is found out. A proof
-runs in a thread of its own. There, no mode of the caller is active (gradients, inference, autocast,
-default device, dispatch modes), and nothing that it logs or warns of reaches the user.
 """
 
 from __future__ import annotations
@@ -65,10 +61,12 @@ logger = logging.getLogger("rope_patch")
 
 VARIABLE = "ROPE_PATCH_PROOF"
 
+PASSED, FAILED, REFUSED, NOT_PROVEN = "passed", "failed", "refused", "not proven"
+
 # Proofs of this process, passed or not, by the facts that they depend on.
 _proofs: dict[str, KindProof] = {}
 _warned: set[str] = set()  # classes that cannot be proven
-_lock = threading.Lock()
+_lock = threading.Lock()  # of `_proofs`
 _one_at_a_time = threading.Lock()  # one proof, in one thread
 
 
@@ -208,9 +206,6 @@ def _warn_once(model_class: str, proof: KindProof) -> None:
     )
 
 
-PASSED, FAILED, REFUSED, NOT_PROVEN = "passed", "failed", "refused", "not proven"
-
-
 @dataclass(frozen=True)
 class KindProof:
     """What a proof says of one kind of methods.
@@ -298,6 +293,10 @@ def _cell(kind: KindProof, name: str) -> str:
 
 def prove(model: nn.Module, plan: PatchPlan, kinds: Sequence[str], patch: PatchFunction) -> Proof:
     """Prove kinds of methods on a tiny model of a model's class; the model itself is only read.
+
+    The proof runs in a thread of its own. There, no mode of the caller is active (gradients,
+    inference, autocast, default device, dispatch modes), and nothing that it logs or warns of
+    reaches the user.
 
     Args:
         model: The model.

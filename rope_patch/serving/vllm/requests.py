@@ -1,4 +1,7 @@
-"""What a request counts for: its length, the salt of its cached prefixes, its metrics."""
+"""Tell the length of a request, which decides its profile, and its salt; count it in the metrics.
+
+The salt is the prefix cache's, by profile: keys of one text under two rotations differ.
+"""
 
 from __future__ import annotations
 

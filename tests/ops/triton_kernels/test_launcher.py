@@ -28,7 +28,7 @@ def launches(monkeypatch):
         ("rope", rope, "_launcher"),
         ("forward", qk_norm_rope, "_forward_launcher"),
         ("backward", qk_norm_rope, "_backward_launcher"),
-        ("sum", qk_norm_rope_kernels, "_launcher"),
+        ("sum", qk_norm_rope_kernels, "_sum_launcher"),
     ):
         setattr(recorder, name, mock_launcher(monkeypatch, module, attribute))
     return recorder
