@@ -280,7 +280,8 @@ def _settings_of(recipe: dict[str, Any], rest: list[str]) -> Settings:
     """Return the settings of a file's keys and of the command line's, which override them."""
     words = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
     for key in [*recipe, *words]:
-        _require_supported(key)
+        if key in UNSUPPORTED_KEYS:
+            raise ValueError(f"recipes have no key {key}: {UNSUPPORTED_KEYS[key]}")
     inner = RecipeParser(_ARGUMENT_CLASSES)
     recipe = {key: inner.coerce(key, value) for key, value in recipe.items()}
     inner.set_recipe(recipe)
@@ -344,16 +345,10 @@ def usable_keys() -> dict[str, str]:
     return keys | {stage_keys.STAGES: stage_keys.ABOUT}
 
 
-def _require_supported(key: str) -> None:
-    """Raise with the reason if a key is one that this package leaves out."""
-    if key in UNSUPPORTED_KEYS:
-        raise ValueError(f"recipes have no key {key}: {UNSUPPORTED_KEYS[key]}")
-
-
 def _require_known(key: str, location: str) -> None:
-    _require_supported(key)
     valid_keys = known_keys()
-    if key not in valid_keys:
+    # `_settings_of` refuses unsupported ones with their reason.
+    if key not in valid_keys and key not in UNSUPPORTED_KEYS:
         raise ValueError(
             f"unknown key {key!r} {location}{did_you_mean(key, valid_keys)}; "
             "`rope-patch finetune --keys` lists all keys"

@@ -170,9 +170,9 @@ DEFECTS = [
     ),
     Defect(
         "a model's name is HTML in the card of an extension",
-        "rope_patch/extending/publication.py",
-        "f\"# {escape_markdown(name)}, {facts['trained_length']:,}",
-        "f\"# {name}, {facts['trained_length']:,}",
+        "rope_patch/pretrained/model_card.py",
+        'return escape_markdown(demo.NAME if model == "demo" else Path(model).name)',
+        'return demo.NAME if model == "demo" else Path(model).name',
         ("tests/utils/test_escaping.py::test_recommendations_and_cards_show_the_words_of_others",),
     ),
     Defect(
