@@ -36,7 +36,7 @@ BUDGETS = {
     "runs": (400, 3),
     "searching": (3_500, 20),
     "serving": (1_300, 11),
-    "statistics": (1_400, 7),
+    "statistics": (1_500, 8),
     "tasks": (4_000, 29),
     "training": (8_900, 31),
     "transformers_api": (1_150, 8),

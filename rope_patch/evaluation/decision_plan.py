@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rope_patch import statistics
-from rope_patch.evaluation.report.results.likelihood import SIGNIFICANCE_LEVEL
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.request import BASELINE, EvalRequest
 from rope_patch.evaluation.results_schema import UnscoredSample
+from rope_patch.statistics import SIGNIFICANCE_LEVEL
 from rope_patch.tasks import question_of
 
 logger = logging.getLogger("rope_patch")

@@ -11,11 +11,10 @@ from typing import Any, cast
 from rope_patch.evaluation import pipeline
 from rope_patch.evaluation.profiles import fit_tasks
 from rope_patch.evaluation.report.merging import add_other_weights
-from rope_patch.evaluation.report.results.likelihood import SIGNIFICANCE_LEVEL
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.summary import summary_table
 from rope_patch.evaluation.report.table import Table, p_text
-from rope_patch.evaluation.report.verdict import Ranking, comparison_sentence, is_shown_to_help
+from rope_patch.evaluation.report.verdict import Ranking, is_shown_to_help, verdict_sentence
 from rope_patch.evaluation.report.writer import write_report
 from rope_patch.evaluation.request import BASELINE, PERPLEXITY, SHORT, EvalRequest
 from rope_patch.evaluation.results_schema import RunRecord
@@ -25,7 +24,7 @@ from rope_patch.methods.registry import get_method, registered_methods
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_tokenizer
 from rope_patch.runs.run_folder import LOCK
-from rope_patch.statistics import least_texts
+from rope_patch.statistics import SIGNIFICANCE_LEVEL, Outcome, Verdict, least_texts
 from rope_patch.tasks import texts
 from rope_patch.utils import checksums
 from rope_patch.utils.terminal import format_duration
@@ -201,9 +200,9 @@ def decide(results: RunRecord, length: int, tuned_label: str | None) -> Decision
         tuned_label: The label of the trained model, if there is one.
     """
     stats = RunStatistics(results)
-    comparisons = stats.comparisons_with_plain(length)
-    labels = [label for label in stats.patched if label in comparisons]
-    sentences = [comparison_sentence(stats, label, length, *comparisons[label]) for label in labels]
+    verdicts = stats.verdicts_on_plain(length)
+    labels = [label for label in stats.patched if label in verdicts]
+    sentences = [verdict_sentence(stats, label, length, verdicts[label]) for label in labels]
     if stats.floor is not None:
         sentences += [
             f"With {label} the right answers are not shown to be likelier than where the text "
@@ -216,8 +215,7 @@ def decide(results: RunRecord, length: int, tuned_label: str | None) -> Decision
     if chosen is not None and tuned_label in helping and chosen != tuned_label:
         assert tuned_label is not None
         test = stats.loss_difference(tuned_label, chosen, length)
-        better = test is not None and test.mean.estimate < 0
-        if test is not None and better and test.p_value < SIGNIFICANCE_LEVEL:
+        if test is not None and Verdict(test, test.p_value).outcome is Outcome.BETTER:
             sentences.append(f"Training makes them likelier still ({p_text(test.p_value)}).")
             chosen = tuned_label
         else:

@@ -19,6 +19,7 @@ from typing import Any
 
 from rope_patch.recommending.variants import PLAIN, Variant
 from rope_patch.statistics import (
+    SIGNIFICANCE_LEVEL,
     Interval,
     PairedTest,
     accuracy,
@@ -249,7 +250,6 @@ def _join_names(variants: Sequence[MeasuredVariant]) -> str:
 
 # Nats a token below which a difference does not matter: about 1% of perplexity.
 NEGLIGIBLE = 0.01
-_LEVEL = 0.05  # p-values below it make a difference of answers significant
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,11 @@ class ScoreDifference:
     def is_worse(self) -> bool:
         """Return whether the first is shown to be worse than the second; never below six texts."""
         answers = self.answers
-        if answers is not None and answers.p_value < _LEVEL and answers.losses > answers.wins:
+        if (
+            answers is not None
+            and answers.p_value < SIGNIFICANCE_LEVEL
+            and answers.losses > answers.wins
+        ):
             return True
         return self.nll.low > 0 and self.nll.estimate > NEGLIGIBLE
 

@@ -2,7 +2,8 @@
 
 Pure functions on numbers. Everything random is drawn from a seed, so a report made twice is the
 same report. Whether a difference is shown is decided by `mean_test`, of scores by
-`paired_difference`; both show nothing below six texts.
+`paired_difference`; both show nothing below six texts. `Verdict` says what a difference of losses
+shows after the correction for all that were compared.
 """
 
 from rope_patch.statistics.bootstrap import bootstrap_mean, perplexity_interval, perplexity_ratio
@@ -37,13 +38,17 @@ from rope_patch.statistics.retention import (
     retention,
     stratified_mean,
 )
+from rope_patch.statistics.verdict import SIGNIFICANCE_LEVEL, Outcome, Verdict
 
 __all__ = [
     "POWER",
+    "SIGNIFICANCE_LEVEL",
     "ClusteredMean",
     "Interval",
     "MeanTest",
+    "Outcome",
     "PairedTest",
+    "Verdict",
     "above_chance",
     "accuracy",
     "bootstrap_mean",

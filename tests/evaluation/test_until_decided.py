@@ -230,7 +230,7 @@ def test_as_many_texts_as_are_stated_decide_four_runs_of_five():
                 nats = 9 - gain + (0 if label == "none" else varies)
                 answer["log_likelihood"] = -4 * nats
             by_method[label] = answers
-        decided += run(by_method).comparisons_with_plain(2048)["yarn"][1] < 0.05
+        decided += run(by_method).verdicts_on_plain(2048)["yarn"].p_value < 0.05
     assert decided / 150 == pytest.approx(0.8, abs=0.1)  # three standard deviations
 
 

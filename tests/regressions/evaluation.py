@@ -186,8 +186,8 @@ DEFECTS = [
     Defect(
         "a method is shown to help by a p-value that is not corrected over the methods",
         _LIKELIHOOD,
-        "        return {label: (test, adjusted[label]) for label, test in tests.items()}\n",
-        "        return {label: (test, test.p_value) for label, test in tests.items()}\n",
+        "return {label: Verdict(test, adjusted[label], level) for",
+        "return {label: Verdict(test, test.p_value, level) for",
         ("tests/evaluation/report/test_verdict.py::test_methods_are_one_family_at_the_length",),
     ),
     Defect(
@@ -228,15 +228,15 @@ DEFECTS = [
     Defect(
         "an undecided headline names the best method where the plain model leads",
         "rope_patch/evaluation/report/verdict.py",
-        'leader = who if difference.mean.estimate < 0 else "the plain model"',
+        'leader = who if difference.estimate < 0 else "the plain model"',
         "leader = who",
         ("tests/evaluation/report/test_recorded_texts.py::test_sentences_of_each_kind_of_result",),
     ),
     Defect(
         "a report of fewer texts than decide says that it cannot be sure, as if more samples would do",
-        "rope_patch/evaluation/report/verdict.py",
-        "    return None if difference.mean.effective_n >= least else least\n",
-        "    return None\n",
+        "rope_patch/statistics/verdict.py",
+        "            return Outcome.TOO_FEW_TEXTS\n",
+        "            return Outcome.NOT_TOLD_APART\n",
         (
             "tests/evaluation/report/test_verdict.py::test_nothing_is_shown_with_fewer_texts_than_decide",
         ),

@@ -78,8 +78,8 @@ DEFECTS = [
     Defect(
         "fewer right answers at the same loss are no worse",
         "rope_patch/recommending/decision_rule.py",
-        "        if answers is not None and answers.p_value < _LEVEL and answers.losses > answers.wins:\n            return True\n",
-        "",
+        "            and answers.losses > answers.wins\n",
+        "            and False\n",
         (
             "tests/recommending/test_decision_rule.py::test_fewer_right_answers_are_worse_at_the_same_loss",
         ),
@@ -155,8 +155,8 @@ DEFECTS = [
     Defect(
         "a trained model is published that is not shown to be better than its rotation alone",
         "rope_patch/extending/proof.py",
-        "        if test is not None and better and test.p_value < SIGNIFICANCE_LEVEL:\n",
-        "        if test is not None and better:\n",
+        "if test is not None and Verdict(test, test.p_value).outcome is Outcome.BETTER:",
+        "if test is not None and test.mean.estimate < 0:",
         (
             "tests/extending/test_proof.py::test_a_trained_model_is_chosen_where_it_is_shown_to_be_better",
         ),

@@ -34,10 +34,9 @@ from rope_patch.evaluation.report.table import (
 )
 from rope_patch.evaluation.report.verdict import PLAIN, correction_text, method_row
 from rope_patch.evaluation.results_schema import HarnessRecord, ShortRecord
-from rope_patch.statistics import ClusteredMean, Interval, PairedTest
+from rope_patch.statistics import SIGNIFICANCE_LEVEL, ClusteredMean, Interval, PairedTest
 from rope_patch.tasks import CHOICE, LIKELIHOOD
 
-SIGNIFICANCE_LEVEL = 0.05
 BETTER, WORSE, BEST, PASSED = "▲", "▼", "◆", "✓"
 
 _MAX_RETENTION_WIDTH = 0.5  # a wider interval is not shown unless it decides something

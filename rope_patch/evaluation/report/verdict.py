@@ -14,7 +14,6 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from rope_patch.evaluation.report.results.likelihood import SIGNIFICANCE_LEVEL
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD, RunResults
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.table import (
@@ -35,7 +34,7 @@ from rope_patch.evaluation.report.table import (
     share_with_interval,
 )
 from rope_patch.evaluation.results_schema import RunRecord, SampleRecord
-from rope_patch.statistics import MeanTest, texts_to_decide
+from rope_patch.statistics import MeanTest, Outcome, Verdict
 
 MAX_ROWS = 8  # rows that a table shows of each group of methods; the rest is folded
 
@@ -66,8 +65,8 @@ def headline(stats: RunStatistics, ranking: Ranking) -> str:
     if usable is not None and usable > stats.trained_length:
         return _usable_length_headline(stats, ranking, best, usable)
     length = stats.verdict_length
-    if length is not None and (test := stats.comparisons_with_plain(length).get(best)):
-        return _likelihood_headline(stats, ranking, best, length, *test)
+    if length is not None and (verdict := stats.verdicts_on_plain(length).get(best)):
+        return _likelihood_headline(stats, ranking, best, length, verdict)
     if stats.lengths_beyond_training:
         return _accuracy_headline(stats, best)
     if stats.average(best, beyond=True) is not None:
@@ -132,34 +131,33 @@ def _likelihood_headline(
     ranking: Ranking,
     best: str,
     length: int,
-    difference: MeanTest,
-    p_value: float,
+    verdict: Verdict,
 ) -> str:
-    who, texts = stats.names[best], f"{difference.mean.effective_n:,.0f}"
+    difference, outcome = verdict.test.mean, verdict.outcome
+    who, texts = stats.names[best], f"{difference.effective_n:,.0f}"
     count = f"{texts} text{'s' if texts != '1' else ''}"
-    sure = f"({p_text(p_value)}, {count})"
-    if difference.mean.low == difference.mean.high == 0:
+    sure = f"({p_text(verdict.p_value)}, {count})"
+    if outcome is Outcome.EQUAL:
         return (
             f"Use none of these methods at {length:,} tokens: with the best of them, {who}, the "
             "right answers are exactly as likely as with the plain model "
-            f"({n_text(difference.mean)})."
+            f"({n_text(difference)})."
         )
-    if p_value >= SIGNIFICANCE_LEVEL:
-        needed = texts_needed(stats, length, difference)
-        more = f"; about {needed:,} would do" if needed else ""
-        leader = who if difference.mean.estimate < 0 else "the plain model"
+    if not verdict.is_shown:
+        leader = who if difference.estimate < 0 else "the plain model"
         likeliest = f"at {length:,} tokens: the right answers are the likeliest with {leader}, "
-        if (least := too_few_texts(stats, length, difference)) is not None:
+        if outcome is Outcome.TOO_FEW_TEXTS:
             few = "is too little" if texts == "1" else "are too few"
             return (
                 f"This run cannot decide what to use {likeliest}but {count} {few} to say "
-                f"({least} decide)."
+                f"({verdict.least_texts} decide)."
             )
+        more = f"; about {verdict.texts_needed:,} would do" if verdict.texts_needed else ""
         return (
             f"This run cannot decide what to use {likeliest}but {count} are too few to be sure "
-            f"({p_text(p_value)}{more})."
+            f"({p_text(verdict.p_value)}{more})."
         )
-    if difference.mean.estimate > 0:
+    if outcome is Outcome.WORSE:
         return (
             f"Use none of these methods at {length:,} tokens: even with {who}, the best of them, "
             f"the right answers are less likely than with the plain model {sure}."
@@ -288,13 +286,11 @@ class Ranking:
         stats, length = self._stats, self._stats.verdict_length
         if length is None or self.best is None or self.rivals:
             return set()
-        comparison = stats.comparisons_with_plain(length).get(self.best)
+        verdict = stats.verdicts_on_plain(length).get(self.best)
         equals = self._equals(length)
-        if comparison is None or equals >= set(stats.patched):
+        if verdict is None or equals >= set(stats.patched):
             return set()
-        difference, p_value = comparison
-        better = difference.mean.estimate < 0 and p_value < SIGNIFICANCE_LEVEL
-        return equals if better else set()
+        return equals if verdict.outcome is Outcome.BETTER else set()
 
     @cached_property
     def colours(self) -> dict[str, str]:
@@ -412,56 +408,54 @@ def likelihood_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str
     if length is None or stats.plain is None:
         return
     best = ranking.best
-    comparison = stats.comparisons_with_plain(length).get(best) if best else None
-    if best is None or comparison is None:
+    verdict = stats.verdicts_on_plain(length).get(best) if best else None
+    if best is None or verdict is None:
         return
-    yield comparison_sentence(stats, best, length, *comparison)
+    yield verdict_sentence(stats, best, length, verdict)
     if others := _rivals_sentence(stats, ranking):
         yield others
     if floor := _floor_sentence(stats, best, length):
         yield floor
 
 
-def comparison_sentence(
-    stats: RunStatistics, best: str, length: int, difference: MeanTest, p_value: float
-) -> str:
+def verdict_sentence(stats: RunStatistics, best: str, length: int, verdict: Verdict) -> str:
     """Return what the likelihoods of right answers say of one method, with its numbers.
 
     Args:
         stats: One run's statistics.
         best: The method's label.
         length: Tokens.
-        difference: The method's loss less the plain model's.
-        p_value: Of the difference, corrected.
+        verdict: On the method beside the plain model.
     """
     mine, plain = (stats.answer_loss(label, length) for label in (best, stats.plain or ""))
     assert mine is not None
     assert plain is not None
-    methods = len(stats.comparisons_with_plain(length))
+    difference, outcome = verdict.test, verdict.outcome
+    methods = len(stats.verdicts_on_plain(length))
     after = correction_text(stats, methods, length)
     numbers = (
         f"{nats_text(mine.mean.estimate)} against {nats_text(plain.mean.estimate)} nats a token "
         f"(difference {nats_text(difference.mean.estimate)}, {_interval_text(difference)}, "
-        f"{p_text(p_value)}{after})"
+        f"{p_text(verdict.p_value)}{after})"
     )
     who = stats.names[best]
     at, head = f"at {length:,} tokens", f"At {length:,} tokens"
-    if difference.mean.low == difference.mean.high == 0:
+    if outcome is Outcome.EQUAL:
         return f"{head} {who} changes the likelihood of no right answer: {numbers}."
-    if (least := too_few_texts(stats, length, difference)) is not None:
+    if outcome is Outcome.TOO_FEW_TEXTS:
         return (
-            f"This run has too few texts to say ({least} decide) whether {who} makes the right "
-            f"answers likelier than no patch {at}: {numbers}."
+            f"This run has too few texts to say ({verdict.least_texts} decide) whether {who} makes "
+            f"the right answers likelier than no patch {at}: {numbers}."
         )
-    if p_value >= SIGNIFICANCE_LEVEL:
+    if outcome is Outcome.NOT_TOLD_APART:
         more = ""
-        if needed := texts_needed(stats, length, difference):
+        if needed := verdict.texts_needed:
             more = f"; about {needed:,} texts would, if the difference is as measured"
         return (
             f"This run cannot decide whether {who} makes the right answers likelier than no "
             f"patch {at}: {numbers}{more}."
         )
-    if difference.mean.estimate > 0:
+    if outcome is Outcome.WORSE:
         return (
             f"No method makes the right answers likelier than no patch {at}; under the best of "
             f"them, {who}, they are less likely: {numbers}."
@@ -506,11 +500,8 @@ def is_shown_to_help(stats: RunStatistics, label: str, length: int) -> bool:
     By the paired test against the plain model, corrected over all methods of the run, and, where
     the run has controls, by the test that the model reads the answers at all.
     """
-    comparison = stats.comparisons_with_plain(length).get(label)
-    if comparison is None:
-        return False
-    difference, p_value = comparison
-    is_better = difference.mean.estimate < 0 and p_value < SIGNIFICANCE_LEVEL
+    verdict = stats.verdicts_on_plain(length).get(label)
+    is_better = verdict is not None and verdict.outcome is Outcome.BETTER
     return is_better and (stats.floor is None or stats.reads_answers(label, length))
 
 
@@ -520,18 +511,6 @@ def correction_text(stats: RunStatistics, methods: int, length: int | None = Non
     parts = [f"Holm over {methods} methods"] * (methods > 1)
     parts += [f"{looks} look{'s' if looks > 1 else ''} at growing data"] * (looks > 0)
     return f" after {' and '.join(parts)}" if parts else ""
-
-
-def texts_needed(stats: RunStatistics, length: int, difference: MeanTest) -> int | None:
-    """Return how many texts would decide, if the difference is as measured; None if unknown."""
-    needed = texts_to_decide(difference, stats.deciding_level(length))
-    return needed if needed and needed > difference.mean.effective_n else None
-
-
-def too_few_texts(stats: RunStatistics, length: int, difference: MeanTest) -> int | None:
-    """Return the fewest texts that decide, where a difference rests on fewer, else None."""
-    least = stats.least_texts(length)
-    return None if difference.mean.effective_n >= least else least
 
 
 def find_gaps(results: RunRecord) -> list[str]:

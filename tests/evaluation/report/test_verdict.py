@@ -49,14 +49,14 @@ def run(losses, texts, spread=0.2, floor=None, tasks=(TASK,)):
 
 def test_likelihood_decides_where_no_answer_is_right():
     stats = run({"none": 3.0, "yarn": 0.6}, texts=6)
-    assert stats.comparisons_with_plain(LENGTH)["yarn"][1] == pytest.approx(2 / 2**6)
+    assert stats.verdicts_on_plain(LENGTH)["yarn"].p_value == pytest.approx(2 / 2**6)
     difference = stats.loss_difference("yarn", "none", LENGTH).mean
     assert difference.low < -2.4 < difference.high < 0
 
 
 def test_questions_about_one_text_are_one_piece_of_evidence():
     stats = run({"none": 3.0, "yarn": 0.6}, texts=1)
-    assert stats.comparisons_with_plain(LENGTH)["yarn"][1] == 1
+    assert stats.verdicts_on_plain(LENGTH)["yarn"].p_value == 1
     assert "n = 5, 1 text, p = 1" in summary_sentences(stats)[0]
 
 
@@ -91,7 +91,7 @@ def test_methods_are_one_family_at_the_length():
     for seed in range(60):
         labels = [f"m{seed}-{i}" for i in range(20)]
         stats = run({"none": 1.0, **dict.fromkeys(labels, 1.0)}, texts=10)
-        calls += any(p < 0.05 for _, p in stats.comparisons_with_plain(LENGTH).values())
+        calls += any(v.p_value < 0.05 for v in stats.verdicts_on_plain(LENGTH).values())
     assert calls <= 9  # 60 times .05, and three standard deviations
 
 
@@ -172,11 +172,11 @@ def test_looks_at_growing_data_are_corrected():
     fixed, grown = RunStatistics(plain), RunStatistics(looked)
     for label, (_, p) in fixed.accuracy_comparisons().items():
         assert grown.accuracy_comparisons()[label][1] == pytest.approx(min(1, 6 * p))
-    for label, (test, p) in fixed.comparisons_with_plain(8192).items():
-        wider, corrected = grown.comparisons_with_plain(8192)[label]
-        assert corrected == pytest.approx(min(1, 6 * p))
-        assert wider.mean.half_width > test.mean.half_width
-    assert fixed.comparisons_with_plain(2048) == grown.comparisons_with_plain(2048)
+    for label, verdict in fixed.verdicts_on_plain(8192).items():
+        wider = grown.verdicts_on_plain(8192)[label]
+        assert wider.p_value == pytest.approx(min(1, 6 * verdict.p_value))
+        assert wider.test.mean.half_width > verdict.test.mean.half_width
+    assert fixed.verdicts_on_plain(2048) == grown.verdicts_on_plain(2048)
     assert "2 looks" in summary_sentences(grown)[0]
 
 

@@ -11,12 +11,11 @@ from rope_patch import statistics
 from rope_patch.evaluation.report.results.retrieval import (
     ComparisonStatistics,
     ScoredSample,
+    cached_method,
     scored_samples,
 )
-from rope_patch.statistics import ClusteredMean, MeanTest
+from rope_patch.statistics import SIGNIFICANCE_LEVEL, ClusteredMean, MeanTest, Verdict
 from rope_patch.tasks import question_of
-
-SIGNIFICANCE_LEVEL = 0.05
 
 
 class AnswerLoss(NamedTuple):
@@ -60,11 +59,13 @@ class LikelihoodStatistics(ComparisonStatistics):
         ]
         return measured[-1] if measured else None
 
+    @cached_method
     def answer_loss(self, label: str, length: int) -> ClusteredMean | None:
         """Return the mean loss of the right answers at a length; None where there is none."""
         losses = list(self._losses_at(label, length).values())
         return _mean(losses, self.look_factor(length))
 
+    @cached_method
     def loss_difference(self, label: str, other: str, length: int) -> MeanTest | None:
         """Return a method's loss less another's on the same samples, below 0 where it is better."""
         mine, theirs = self._losses_at(label, length), self._losses_at(other, length)
@@ -76,20 +77,24 @@ class LikelihoodStatistics(ComparisonStatistics):
         numbers = _finite_numbers(differences, self.look_factor(length))
         return None if numbers is None else statistics.mean_test(*numbers)
 
-    def comparisons_with_plain(self, length: int) -> dict[str, tuple[MeanTest, float]]:
-        """Return each method's difference from the plain model, and its p after Holm.
+    def verdicts(self, other: str | None, length: int) -> dict[str, Verdict]:
+        """Return what is shown of each patched method beside another one; {} if that is None.
 
-        The family is all methods at this length.
+        The family is all these comparisons at this length.
         """
-        if self.plain is None:
-            return {}
         tests = {
             label: test
             for label in self.patched
-            if (test := self.loss_difference(label, self.plain, length)) is not None
+            if other not in (None, label)
+            and (test := self.loss_difference(label, str(other), length)) is not None
         }
         adjusted = self.adjust({label: test.p_value for label, test in tests.items()}, length)
-        return {label: (test, adjusted[label]) for label, test in tests.items()}
+        level = SIGNIFICANCE_LEVEL / max(len(tests), 1) / self.look_factor(length)
+        return {label: Verdict(test, adjusted[label], level) for label, test in tests.items()}
+
+    def verdicts_on_plain(self, length: int) -> dict[str, Verdict]:
+        """Return what is shown of each patched method beside the plain model."""
+        return self.verdicts(self.plain, length)
 
     def best_by_likelihood(self, length: int) -> str | None:
         """Return the patched method under which the right answers are the likeliest."""
@@ -100,22 +105,12 @@ class LikelihoodStatistics(ComparisonStatistics):
         }
         return min(means, key=lambda label: means[label]) if means else None
 
-    def deciding_level(self, length: int) -> float:
-        """Return the level of the first of a length's tests: Holm's and this look's part of .05."""
-        methods = len(self.comparisons_with_plain(length))
-        return SIGNIFICANCE_LEVEL / max(methods, 1) / self.look_factor(length)
-
-    def least_texts(self, length: int) -> int:
-        """Return the fewest texts with which some method can be shown to differ at a length."""
-        return statistics.least_texts(self.deciding_level(length))
-
     @property
     def has_enough_texts(self) -> bool:
         """Return whether the verdict rests on as many texts as can decide it."""
         length = self.verdict_length
-        comparisons = self.comparisons_with_plain(length) if length else {}
-        texts = max((test.mean.effective_n for test, _ in comparisons.values()), default=0)
-        return length is not None and texts >= self.least_texts(length)
+        verdicts = self.verdicts_on_plain(length) if length else {}
+        return any(v.test.mean.effective_n >= v.least_texts for v in verdicts.values())
 
     @property
     def is_decided(self) -> bool:
@@ -126,27 +121,18 @@ class LikelihoodStatistics(ComparisonStatistics):
         """
         length = self.verdict_length
         best = self.best_by_likelihood(length) if length else None
-        comparison = self.comparisons_with_plain(length).get(best) if length and best else None
-        if comparison is None:
+        verdict = self.verdicts_on_plain(length).get(best) if length and best else None
+        if verdict is None:
             return True
-        test, p_value = comparison
-        return p_value < SIGNIFICANCE_LEVEL or test.deviation == test.mean.estimate == 0
+        return verdict.is_shown or verdict.test.deviation == verdict.test.mean.estimate == 0
 
     def rivals_of_best(self, length: int) -> list[str]:
         """Return the methods that are not shown to be worse than the best one.
 
         The family is all other methods at this length.
         """
-        best = self.best_by_likelihood(length)
-        if best is None:
-            return []
-        tests = {
-            label: test
-            for label in self.patched
-            if label != best and (test := self.loss_difference(label, best, length)) is not None
-        }
-        adjusted = self.adjust({label: test.p_value for label, test in tests.items()}, length)
-        return [label for label in tests if adjusted[label] >= SIGNIFICANCE_LEVEL]
+        verdicts = self.verdicts(self.best_by_likelihood(length), length)
+        return [label for label, verdict in verdicts.items() if not verdict.is_shown]
 
     @cached_property
     def floor(self) -> ClusteredMean | None:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from rope_patch import statistics
 from rope_patch.evaluation.measures import perplexity
-from rope_patch.evaluation.report.results.retrieval import RunResults
+from rope_patch.evaluation.report.results.retrieval import RunResults, cached_method
 from rope_patch.evaluation.results_schema import (
     ControlRecord,
     DocumentRecord,
@@ -76,6 +76,7 @@ class PerplexityStatistics(RunResults):
         block = self._block
         return max(block, int(self._measured["window"]) // block * block)
 
+    @cached_method
     def curve(self, label: str) -> Curve:
         """Return perplexity of each window by the position where it ends, over all documents."""
         block = self._block
@@ -123,6 +124,7 @@ class PerplexityStatistics(RunResults):
     def _interval(self, pieces: list[list[float]], first: int) -> Interval:
         return statistics.perplexity_interval(pieces, self._block_tokens(pieces, first))
 
+    @cached_method
     def average(self, label: str, *, beyond: bool) -> Interval | None:
         """Return perplexity within, or beyond, the trained length."""
         if label not in self.losses:
@@ -130,6 +132,7 @@ class PerplexityStatistics(RunResults):
         pieces, first = self._blocks_in_range(label, beyond=beyond)
         return self._interval(pieces, first) if any(pieces) else None
 
+    @cached_method
     def ratio_to_plain(self, label: str, *, beyond: bool) -> Interval | None:
         """Return perplexity over the plain model's, paired by block; None for itself."""
         if label == self.plain or label not in self.losses or self.plain not in self.losses:
@@ -140,6 +143,7 @@ class PerplexityStatistics(RunResults):
             return None
         return statistics.perplexity_ratio(mine, plain, self._block_tokens(mine, first))
 
+    @cached_method
     def ratio_to_control(self, label: str) -> Interval | None:
         """Return perplexity over the control's, on the windows beyond the trained length."""
         if label not in self.losses:
@@ -160,6 +164,7 @@ class PerplexityStatistics(RunResults):
         record = self.sliding_record
         return [int(n) for n in record.get("lengths") or []] if record else []
 
+    @cached_method
     def sliding(self, label: str) -> Curve:
         """Return perplexity by length of context, of the same tokens each time."""
         measured = (self.sliding_record.get("losses") or {}) if self.sliding_record else {}
@@ -172,6 +177,7 @@ class PerplexityStatistics(RunResults):
             if any(by_length.get(str(length)) or [])
         }
 
+    @cached_method
     def key_tokens(self, label: str, *, beyond: bool) -> Interval | None:
         """Return LongPPL: perplexity of the tokens that need far context."""
         record = self.key_tokens_record

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeVar
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rope_patch import statistics
 from rope_patch.evaluation.report.table import COLOURS, PLAIN, one_line
@@ -17,6 +17,28 @@ from rope_patch.evaluation.results_schema import (
 )
 from rope_patch.statistics import Interval, PairedTest
 from rope_patch.tasks import CHOICE, LIKELIHOOD, question_of
+
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
+_Method = Callable[Concatenate[Any, _P], _Result]
+
+
+def cached_method(method: _Method[_P, _Result]) -> _Method[_P, _Result]:
+    """Compute a method's result once for each object and arguments: bootstraps are slow.
+
+    Results are forgotten with their object; `functools.cache` at a method would keep all objects.
+    """
+    name = f"_results_of_{method.__name__}"
+
+    @wraps(method)
+    def cached(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        results: dict[Hashable, _Result] = vars(self).setdefault(name, {})
+        key = args, tuple(sorted(kwargs.items()))
+        if key not in results:
+            results[key] = method(self, *args, **kwargs)
+        return results[key]
+
+    return cached
 
 
 class RunResults:
@@ -165,6 +187,7 @@ class RetrievalStatistics(RunResults):
             if depth in (None, sample.get("depth"))
         ]
 
+    @cached_method
     def accuracy(
         self,
         label: str,
@@ -207,6 +230,7 @@ class RetrievalStatistics(RunResults):
         """Return the lengths beyond the trained one."""
         return tuple(length for length in self.lengths if length > self.trained_length)
 
+    @cached_method
     def retention(self, label: str, length: int) -> Interval | None:
         """Return accuracy at a length over the plain model's within its trained length.
 
@@ -304,6 +328,7 @@ class RetrievalStatistics(RunResults):
         b = [theirs[key]["score"] for key in shared]
         return a, b, [mine[key] for key in shared]
 
+    @cached_method
     def difference(
         self,
         label: str,

@@ -8,34 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 
 from rope_patch import statistics
 from rope_patch.evaluation.report.results.likelihood import LikelihoodStatistics
 from rope_patch.evaluation.report.results.perplexity import PerplexityStatistics
+from rope_patch.evaluation.report.results.retrieval import cached_method
 from rope_patch.evaluation.report.table import one_line
-from rope_patch.evaluation.results_schema import HarnessRecord, RunRecord, ShortRecord
+from rope_patch.evaluation.results_schema import HarnessRecord, ShortRecord
 from rope_patch.statistics import Interval, PairedTest
 
 
 class RunStatistics(LikelihoodStatistics, PerplexityStatistics):
     """One run's numbers, each computed once."""
-
-    def __init__(self, results: RunRecord) -> None:
-        super().__init__(results)
-        # Tables, figures and sentences ask for the same slow bootstraps. Each object has a cache of
-        # its own, because `@cache` at the methods would keep all runs alive.
-        for name in ("accuracy", "retention", "difference", "curve", "sliding", "key_tokens"):
-            setattr(self, name, cache(getattr(self, name)))
-        for name in (
-            "average",
-            "ratio_to_plain",
-            "ratio_to_control",
-            "short_overall",
-            "answer_loss",
-            "loss_difference",
-        ):
-            setattr(self, name, cache(getattr(self, name)))
 
     def short(self, task: ShortRecord, label: str) -> tuple[Interval, PairedTest | None] | None:
         """Return accuracy at an ordinary task, and its difference from the plain model's."""
@@ -92,6 +77,7 @@ class RunStatistics(LikelihoodStatistics, PerplexityStatistics):
         paired = statistics.mcnemar(scores, base, texts) if compared else None
         return statistics.accuracy(scores, texts), paired
 
+    @cached_method
     def short_overall(self, label: str) -> PairedTest | None:
         """Compare all ordinary tasks together with the plain model."""
         mine: list[float | None] = []
