@@ -1,6 +1,7 @@
 """YaRN (Peng et al. 2023, arXiv:2309.00071): NTK-by-parts with a warmer attention.
 
-cos and sin are multiplied by 0.1 ln(factor) + 1 (section 3.4), so attention logits get its square.
+The ramp between interpolated and original frequencies is that of `ntk_by_parts`. cos and sin are
+multiplied by 0.1 ln(factor) + 1 (section 3.4), so attention logits get its square.
 """
 
 from __future__ import annotations
