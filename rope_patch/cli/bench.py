@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.options import (
-    MODEL,
-    Dtype,
-    Json,
-    TrainedLength,
-    parse_ints,
-    parse_names,
-    split_commas,
-)
+from rope_patch.cli import options
 from rope_patch.cli.runtime import (
     VERDICT,
     command_line,
@@ -27,54 +20,53 @@ from rope_patch.cli.runtime import (
     terminable,
 )
 
-# Options that only one of `bench`'s two forms takes.
-_MODEL_OPTIONS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]
-_MODEL_OPTIONS += ["random_weights"]
-_KERNEL_OPTIONS = ["shapes", "lengths", "batch", "contenders", "rivals", "model_steps"]
-_KERNEL_OPTIONS += ["page", "self_test"]
 
+@dataclass(frozen=True)
+class _ModelOptions(options.OptionGroup):
+    """What a MODEL is measured with."""
 
-def bench(
-    context: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(help=f"{MODEL} Without one, kernels are measured.")
-    ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
             help="With a MODEL: a method, or `none` for the model as it is; compared with the one "
             "named first."
         ),
-    ] = None,
+    ] = None
     factor: Annotated[
         float,
         typer.Option(help="Target length / trained length; dynamic methods follow up to there."),
-    ] = 4,
+    ] = 4
     prompt: Annotated[
         int | None,
         typer.Option(help="Tokens of the prompt; factor times the trained length if left out."),
-    ] = None,
-    decode: Annotated[int, typer.Option(help="Tokens decoded in each repeat.")] = 32,
-    trained_length: TrainedLength = None,
+    ] = None
+    decode: Annotated[int, typer.Option(help="Tokens decoded in each repeat.")] = 32
+    trained_length: options.TrainedLength = None
     compiled: Annotated[
         bool,
         typer.Option("--compile", help="Count torch.compile's graph breaks and recompilations."),
-    ] = False,
+    ] = False
     random_weights: Annotated[
         bool,
         typer.Option("--random-weights", help="Read the config alone; times stay the same."),
-    ] = False,
+    ] = False
+
+
+@dataclass(frozen=True)
+class _KernelOptions(options.OptionGroup):
+    """What is measured without a MODEL, and whether."""
+
     shapes: Annotated[
         str | None,
         typer.Option(
             help="Without a MODEL: whose heads, by commas; llama-3-8b (rotation alone), qwen3-8b "
             "and gemma-3-12b (norm and rotation) if left out."
         ),
-    ] = None,
+    ] = None
     lengths: Annotated[
         str | None, typer.Option(help="Tokens, by commas; 1 is a decoding step.")
-    ] = None,
-    batch: Annotated[str | None, typer.Option(help="Rows, by commas.")] = None,
+    ] = None
+    batch: Annotated[str | None, typer.Option(help="Rows, by commas.")] = None
     contenders: Annotated[
         str | None,
         typer.Option(
@@ -82,7 +74,7 @@ def bench(
             "ours-tables, ours-inplace, ours-reference, liger, flash-attn, unsloth, fla; all if "
             "left out, but on a GPU without ours-tables, ours-reference and fla."
         ),
-    ] = None,
+    ] = None
     rivals: Annotated[
         Path | None,
         typer.Option(
@@ -91,10 +83,10 @@ def bench(
             "(unsloth/kernels/ in the wheel of unsloth). Liger (liger-kernel) and FLA (fla-core) "
             "are imported if installed."
         ),
-    ] = None,
+    ] = None
     model_steps: Annotated[
         bool, typer.Option(help="Measure steps of small random models, too.")
-    ] = True,
+    ] = True
     page: Annotated[
         bool,
         typer.Option(
@@ -102,7 +94,7 @@ def bench(
             help="Make the page of the results in --out, which another machine may have measured; "
             "measure nothing.",
         ),
-    ] = False,
+    ] = False
     self_test: Annotated[
         bool,
         typer.Option(
@@ -110,8 +102,18 @@ def bench(
             help="Compare all kernels with float64 at the sizes of real models, or of --shapes, "
             "and print a table for a bug report; the exit code is 1 if one is wrong.",
         ),
-    ] = False,
-    dtype: Dtype = "auto",
+    ] = False
+
+
+def bench(
+    context: typer.Context,
+    *,
+    model: Annotated[
+        str | None, typer.Argument(help=f"{options.MODEL} Without one, kernels are measured.")
+    ] = None,
+    on_model: _ModelOptions,
+    on_kernels: _KernelOptions,
+    dtype: options.Dtype = "auto",
     repeats: Annotated[
         int | None,
         typer.Option(help="How often everything timed is done; 5, or 10 for kernels on a GPU."),
@@ -123,7 +125,7 @@ def bench(
             "report, out/bench if left out."
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Time methods on a model; without a model, the kernels.
 
@@ -142,28 +144,32 @@ def bench(
       rope-patch bench ./my-model --method none,yarn,dynamic-yarn --compile --out speed.json
       rope-patch bench --shapes qwen3-8b --lengths 1,8192 --rivals ./rivals
     """
-    for name in _MODEL_OPTIONS if model is None else _KERNEL_OPTIONS:
+    for name in vars(on_model if model is None else on_kernels):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = "compile" if name == "compiled" else name.replace("_", "-")
             form = "needs a MODEL" if model is None else "is for kernels, without a MODEL"
             raise ValueError(f"--{option} {form}: `rope-patch bench --help` shows both forms")
-    if page:
+    if on_kernels.page:
         _make_page(out or Path("out/bench"))
         return
-    if self_test:
-        _run_self_test(as_json, tuple(parse_names(shapes) or ()))
+    if on_kernels.self_test:
+        _run_self_test(as_json, tuple(options.parse_names(on_kernels.shapes) or ()))
         return
     if model is None:
         _bench_kernels(
             as_json,
             out or Path("out/bench"),
-            shapes=parse_names(shapes),
-            lengths=None if lengths is None else tuple(parse_ints("lengths", lengths, minimum=1)),
-            batches=None if batch is None else tuple(parse_ints("batch", batch, minimum=1)),
-            contenders=parse_names(contenders),
-            rivals=rivals,
-            steps=model_steps,
+            shapes=options.parse_names(on_kernels.shapes),
+            lengths=None
+            if on_kernels.lengths is None
+            else tuple(options.parse_ints("lengths", on_kernels.lengths, minimum=1)),
+            batches=None
+            if on_kernels.batch is None
+            else tuple(options.parse_ints("batch", on_kernels.batch, minimum=1)),
+            contenders=options.parse_names(on_kernels.contenders),
+            rivals=on_kernels.rivals,
+            steps=on_kernels.model_steps,
             dtype=dtype,
             repeats=repeats,
         )
@@ -176,15 +182,15 @@ def bench(
     results = speed.bench_methods(
         speed.SpeedRequest(
             model=model,
-            methods=tuple(split_commas(",".join(method or []))),
-            factor=factor,
-            prompt=prompt,
-            decode=decode,
+            methods=tuple(options.split_commas(",".join(on_model.method or []))),
+            factor=on_model.factor,
+            prompt=on_model.prompt,
+            decode=on_model.decode,
             repeats=5 if repeats is None else repeats,
-            trained_length=trained_length,
+            trained_length=on_model.trained_length,
             dtype=dtype,
-            compiled=compiled,
-            random_weights=random_weights,
+            compiled=on_model.compiled,
+            random_weights=on_model.random_weights,
         )
     )
     # Print first, so that a full disk loses no measurement.

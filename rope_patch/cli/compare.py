@@ -8,34 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.cli import options
 from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
-from rope_patch.cli.options import (
-    Depths,
-    Factor,
-    Json,
-    Length,
-    MeasuredLoadingOptions,
-    MethodOptions,
-    Model,
-    SampleOptions,
-    Seed,
-    TextOptions,
-    expand_groups,
-    parse_ints,
-    split_commas,
-)
 from rope_patch.cli.runtime import command_line, requires_extra
 
 
 @dataclass(frozen=True)
-class _SampleOptions(SampleOptions):
-    depths: Depths = "10,30,50,70,90"
+class _SampleOptions(options.SampleOptions):
+    depths: options.Depths = "10,30,50,70,90"
 
 
-@expand_groups
 def compare(
     *,
-    model: Model,
+    model: options.Model,
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -44,8 +29,8 @@ def compare(
             "them."
         ),
     ] = None,
-    factor: Factor = None,
-    length: Length = None,
+    factor: options.Factor = None,
+    length: options.Length = None,
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -65,12 +50,12 @@ def compare(
         str | None, typer.Option(help="Other tasks than the profile's, as for `eval`.")
     ] = None,
     sample_options: _SampleOptions,
-    text_options: TextOptions,
-    method_options: MethodOptions,
-    loading: MeasuredLoadingOptions,
-    seed: Seed = 42,
+    text_options: options.TextOptions,
+    method_options: options.MethodOptions,
+    loading: options.MeasuredLoadingOptions,
+    seed: options.Seed = 42,
     out: Folder = Path("out"),
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Compare what methods gain at length and cost at short.
 
@@ -86,8 +71,8 @@ def compare(
     chosen = parse_methods(
         ["none", *(method or [])], method_options.trained_length, method_options.start
     )
-    options: dict[str, Any] = {
-        "lengths": parse_ints("lengths", lengths, minimum=1) if lengths else (),
+    parsed: dict[str, Any] = {
+        "lengths": options.parse_ints("lengths", lengths, minimum=1) if lengths else (),
         **method_options.arguments(),
         **sample_options.arguments(),
         **text_options.arguments(),
@@ -101,12 +86,12 @@ def compare(
         model,
         factor=factor,
         length=length,
-        tasks=tuple(split_commas(tasks)) if tasks else (),
+        tasks=tuple(options.split_commas(tasks)) if tasks else (),
         profile=profile,
         seed=seed,
         folder=out,
         command=command_line(),
         **chosen,
-        **options,
+        **parsed,
     )
     run_and_report(request, as_json)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.options import MODEL, Json
+from rope_patch.cli import options
 from rope_patch.cli.runtime import VERDICT
 
 # Without a MODEL, configs of these classes are proven: plain, with norms, with windows.
@@ -17,7 +17,7 @@ _CONFIGS = ("LlamaConfig", "Qwen3Config", "Gemma3TextConfig")
 
 
 def env(
-    model: Annotated[str | None, typer.Argument(help=f"With --check: {MODEL}")] = None,
+    model: Annotated[str | None, typer.Argument(help=f"With --check: {options.MODEL}")] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -27,7 +27,7 @@ def env(
             "if something is wrong or cannot be proven.",
         ),
     ] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show versions and hardware, for a bug report, and whether patches are right on them.
 

@@ -7,28 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.cli import options
 from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
-from rope_patch.cli.options import (
-    Factor,
-    Json,
-    Length,
-    MeasuredLoadingOptions,
-    MethodOptions,
-    Model,
-    SampleOptions,
-    Seed,
-    TextOptions,
-    expand_groups,
-    parse_ints,
-    split_commas,
-)
 from rope_patch.cli.runtime import command_line, requires_extra
 
 
-@expand_groups
 def evaluate(
     *,
-    model: Model,
+    model: options.Model,
     method: Annotated[
         list[str],
         typer.Option(
@@ -36,8 +22,8 @@ def evaluate(
             "several are compared."
         ),
     ],
-    factor: Factor = None,
-    length: Length = None,
+    factor: options.Factor = None,
+    length: options.Length = None,
     lengths: Annotated[
         str, typer.Option(help="Lengths of the retrieval samples, in tokens, by commas.")
     ] = "4096,8192",
@@ -52,11 +38,11 @@ def evaluate(
             "key_tokens (LongPPL), sliding, speed; any task of lm-eval whose data is at hand."
         ),
     ] = "rp_niah_single_2,perplexity",
-    sample_options: SampleOptions,
+    sample_options: options.SampleOptions,
     controls: Annotated[
         bool, typer.Option(help="Ask questions of texts without their answer, too.")
     ] = False,
-    text_options: TextOptions,
+    text_options: options.TextOptions,
     perplexity_length: Annotated[
         int | None,
         typer.Option(help="Tokens of a document; the longest of --lengths if left out."),
@@ -79,9 +65,9 @@ def evaluate(
     short_samples: Annotated[
         int, typer.Option(help="Samples of each ordinary short task.", min=1)
     ] = 100,
-    method_options: MethodOptions,
-    loading: MeasuredLoadingOptions,
-    seed: Seed = 42,
+    method_options: options.MethodOptions,
+    loading: options.MeasuredLoadingOptions,
+    seed: options.Seed = 42,
     engine: Annotated[
         str | None,
         typer.Option(
@@ -90,7 +76,7 @@ def evaluate(
         ),
     ] = None,
     out: Folder = Path("out"),
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure methods on a model, and write a report.
 
@@ -105,9 +91,9 @@ def evaluate(
       rope-patch eval ./my-model --method yarn --factor 4 --tasks perplexity --text book.txt
       rope-patch eval ./my-model --method none,yarn --factor 4 --tasks rp_ruler --precision 0.05
     """
-    options: dict[str, Any] = {
+    parsed: dict[str, Any] = {
         **parse_methods(method, method_options.trained_length, method_options.start),
-        "lengths": tuple(parse_ints("lengths", lengths, minimum=1)),
+        "lengths": tuple(options.parse_ints("lengths", lengths, minimum=1)),
         **sample_options.arguments(),
         **text_options.arguments(),
         **method_options.arguments(),
@@ -119,7 +105,7 @@ def evaluate(
         model=model,
         factor=factor,
         length=length,
-        tasks=tuple(split_commas(tasks)),
+        tasks=tuple(options.split_commas(tasks)),
         controls=controls,
         perplexity_length=perplexity_length,
         window=window,
@@ -130,7 +116,7 @@ def evaluate(
         seed=seed,
         folder=out,
         command=command_line(),
-        **options,
+        **parsed,
     )
     if engine is None:
         run_and_report(request, as_json)

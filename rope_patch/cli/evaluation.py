@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_patch.cli.options import split_commas
+from rope_patch.cli import options
 from rope_patch.cli.runtime import VERDICT, handle_interrupt, requires_extra, show
 from rope_patch.methods import list_methods
 
@@ -47,7 +47,7 @@ def parse_methods(words: list[str], trained_length: int | None, start: str) -> d
     """
     names: list[str] = []
     arguments: dict[str, dict[str, Any]] = {}
-    for word in split_commas(",".join(words)):
+    for word in options.split_commas(",".join(words)):
         if word in list_methods() or not (Path(word).exists() or "/" in word):
             names.append(word)
             continue

@@ -9,23 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.options import (
-    Factor,
-    Json,
-    Length,
-    Model,
-    Option,
-    Start,
-    TrainedLength,
-    parse_options,
-)
+from rope_patch.cli import options
 from rope_patch.cli.runtime import show
 
 logger = logging.getLogger("rope_patch")
 
 
 def export(
-    model: Model,
+    model: options.Model,
     engine: Annotated[
         str,
         typer.Option(
@@ -39,11 +30,11 @@ def export(
             help="What to apply; else what the model's own config or rope_patch.json says."
         ),
     ] = None,
-    factor: Factor = None,
-    length: Length = None,
-    trained_length: TrainedLength = None,
-    start: Start = "auto",
-    option: Option = None,
+    factor: options.Factor = None,
+    length: options.Length = None,
+    trained_length: options.TrainedLength = None,
+    start: options.Start = "auto",
+    option: options.Option = None,
     found: Annotated[
         str | None,
         typer.Option(help="What to apply: the folder of a `rope-patch search`, not a method."),
@@ -56,7 +47,7 @@ def export(
             "fields, and the stretches pair by pair if there are any.",
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show what makes another engine rotate alike.
 
@@ -82,7 +73,7 @@ def export(
         atomic_files.require_new_folder(write, "the converter's files")
     path = demo.resolve_model_path(model)
     request: dict[str, Any] = {"factor": factor, "length": length, "trained_length": trained_length}
-    request |= parse_options(option)
+    request |= options.parse_options(option)
     method_keywords = [name for name, value in request.items() if value is not None]
     if found is not None and (method is not None or method_keywords):
         raise ValueError("--found says it all: leave --method and what goes with it out")

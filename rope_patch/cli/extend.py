@@ -8,16 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.options import (
-    DeviceMap,
-    Dtype,
-    Json,
-    Model,
-    Seed,
-    Start,
-    TrainedLength,
-    parse_options,
-)
+from rope_patch.cli import options
 from rope_patch.cli.runtime import (
     command_line,
     handle_interrupt,
@@ -30,7 +21,7 @@ NOTHING_SHOWN = 3  # the exit code if no method is shown to help
 
 
 def extend(
-    model: Model,
+    model: options.Model,
     to: Annotated[
         str,
         typer.Option(
@@ -78,15 +69,15 @@ def extend(
         bool, typer.Option(help="Search as well, with what the recommendation leaves of its time.")
     ] = True,
     samples: Annotated[int, typer.Option(help="Samples of each kind, at most.")] = 96,
-    trained_length: TrainedLength = None,
-    start: Start = "auto",
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
+    trained_length: options.TrainedLength = None,
+    start: options.Start = "auto",
+    dtype: options.Dtype = "auto",
+    device_map: options.DeviceMap = None,
     out: Annotated[Path, typer.Option(help="A new folder, or the one to continue in.")] = Path(
         "out/extend"
     ),
-    seed: Seed = 42,
-    as_json: Json = False,
+    seed: options.Seed = 42,
+    as_json: options.Json = False,
 ) -> None:
     """Take a checkpoint to a longer context, with the proof beside it.
 
@@ -116,7 +107,7 @@ def extend(
             budget=budget,
             train=train,
             data=data or (),
-            recipe=parse_options(recipe),
+            recipe=options.parse_options(recipe),
             texts=text or (),
             search=search,
             samples=samples,

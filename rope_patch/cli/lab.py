@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.options import Json, split_commas
+from rope_patch.cli import options
 from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
 from rope_patch.utils.errors import Refused
 
@@ -56,7 +56,7 @@ def lab(
     out: Annotated[
         Path, typer.Option(help="Folder of the report, and of what a later run continues from.")
     ] = Path("out/lab"),
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Train a tiny decoder with each positional encoding, and test each beyond its length.
 
@@ -81,7 +81,7 @@ def lab(
     default_length = lab_settings.QUICK_LENGTH if quick else lab_settings.LENGTH
     settings = lab_settings.LabSettings(
         encodings=lab_settings.encoding_names(encodings),
-        tasks=tuple(split_commas(tasks or ("text" if quick else "text,recall"))),
+        tasks=tuple(options.split_commas(tasks or ("text" if quick else "text,recall"))),
         length=default_length if length is None else length,
         tests=() if test is None else tuple(_lengths(test)),
         text_steps=text_steps,
@@ -107,7 +107,7 @@ def _lengths(text: str) -> list[int]:
         ValueError: One is no whole number.
     """
     try:
-        return [int(word) for word in split_commas(text)]
+        return [int(word) for word in options.split_commas(text)]
     except ValueError:
         raise Refused(
             f"--test takes lengths in tokens by commas, such as 256,512, got {text!r}"
@@ -124,7 +124,7 @@ def _steps(text: str | None, quick: bool) -> tuple[int, int]:
 
     given = {"text": QUICK_TEXT_STEPS if quick else TEXT_STEPS, "recall": RECALL_STEPS}
     if text is not None:
-        words = split_commas(text) if "=" in text else [f"{task}={text}" for task in TASKS]
+        words = options.split_commas(text) if "=" in text else [f"{task}={text}" for task in TASKS]
         for word in words:
             task, _, count = word.partition("=")
             if task not in given or not count.isdecimal():

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.options import Json
+from rope_patch.cli import options
 
 
 def methods(
     name: Annotated[str | None, typer.Argument(help="Show one method with its options.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """List the methods, or show one with its paper and options.
 

@@ -1,10 +1,9 @@
 """Options that several commands have: one by one, as groups, and parsers of their values.
 
-Groups of options that several commands share, as dataclasses with an option a field. A command
-takes a group as one parameter, and `expand_groups` shows typer the single options:
+A group is a dataclass with an option a field. A command takes it as one parameter, and `for_typer`
+shows typer the single options, in the place of the group:
 
-    @expand_groups
-    def evaluate(*, model: Model, loading: LoadingOptions) -> None: ...
+    def verify(*, url: ..., layers: LayerOptions, loading: LoadingOptions) -> None: ...
 """
 
 from __future__ import annotations
@@ -179,8 +178,8 @@ class LayerOptions(OptionGroup):
 
     def arguments(self) -> dict[str, Any]:
         """Return the options with `layer_types` as a list."""
-        names = parse_names(self.layer_types)
-        return {**vars(self), "layer_types": None if names is None else list(names)}
+        names = None if self.layer_types is None else split_commas(self.layer_types)
+        return {**vars(self), "layer_types": names}
 
 
 @dataclass(frozen=True)
@@ -300,72 +299,48 @@ class TextOptions(OptionGroup):
         }
 
 
-def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for typer: each parameter that is a group becomes the group's options.
+def for_typer(command: Callable[..., None], plugins: bool = False) -> Callable[..., None]:
+    """Return a command as typer takes it: each parameter that is a group becomes its options.
 
     Args:
-        command: A function of keyword-only parameters, some of them annotated with a subclass of
-            `OptionGroup`.
+        command: A function with options as typer reads them, and groups: parameters annotated with
+            a subclass of `OptionGroup`.
+        plugins: Whether to add `--plugin`, whose methods are registered before the command runs.
     """
-    hints = _annotations(command)
+    # Not get_type_hints: Python 3.10's wraps annotations of parameters whose default is None into
+    # Optional, below which typer does not look for its options.
+    hints = inspect.get_annotations(command, eval_str=True)
     groups: dict[str, Any] = {}
     parameters = []
     for name, parameter in inspect.signature(command).parameters.items():
         kind = hints[name]
-        if not (inspect.isclass(kind) and issubclass(kind, OptionGroup)):
-            parameters.append(parameter.replace(annotation=kind))
-            continue
-        groups[name] = kind
-        field_hints = get_type_hints(kind, include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                f.name, parameter.kind, default=f.default, annotation=field_hints[f.name]
-            )
-            for f in fields(groups[name])
-        ]
+        if inspect.isclass(kind) and issubclass(kind, OptionGroup):
+            groups[name] = kind
+            types = get_type_hints(kind, include_extras=True)
+            parameters += [
+                _parameter(f.name, types[f.name], f.default) for f in fields(groups[name])
+            ]
+        else:
+            parameters.append(_parameter(name, kind, parameter.default))
+    if plugins:
+        parameters.append(_parameter("plugin", Plugin, None))
 
     @functools.wraps(command)
-    def expanded(**values: Any) -> None:
+    def run(**values: Any) -> None:
+        for source in values.pop("plugin", None) or ():
+            load_plugin(source)
         for name, group in groups.items():
             values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
         command(**values)
 
-    return _with_parameters(expanded, parameters)
-
-
-def with_plugins(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for typer that takes methods from outside: `--plugin`, loaded first.
-
-    Args:
-        command: A function as typer takes it.
-    """
-    hints = _annotations(command)
-    parameters = [
-        parameter.replace(annotation=hints[name])
-        for name, parameter in inspect.signature(command).parameters.items()
-    ]
-    keyword_only = inspect.Parameter.KEYWORD_ONLY
-    plugin = inspect.Parameter("plugin", keyword_only, default=None, annotation=Plugin)
-
-    @functools.wraps(command)
-    def loaded(**values: Any) -> None:
-        for source in values.pop("plugin") or ():
-            load_plugin(source)
-        command(**values)
-
-    return _with_parameters(loaded, [*parameters, plugin])
-
-
-def _annotations(command: Callable[..., None]) -> dict[str, Any]:
-    # Python 3.10's get_type_hints wraps those of parameters whose default is None into Optional,
-    # below which typer does not look for its options.
-    return inspect.get_annotations(command, eval_str=True)
-
-
-def _with_parameters(
-    command: Callable[..., None], parameters: list[inspect.Parameter]
-) -> Callable[..., None]:
     # Typer reads both.
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    return command
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    # Keyword-only ones may have defaults before those that have none.
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )

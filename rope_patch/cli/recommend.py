@@ -8,15 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.options import (
-    Json,
-    LayerOptions,
-    LoadingOptions,
-    Model,
-    Seed,
-    StateFolder,
-    expand_groups,
-)
+from rope_patch.cli import options
 from rope_patch.cli.runtime import (
     command_line,
     handle_interrupt,
@@ -26,10 +18,9 @@ from rope_patch.cli.runtime import (
 )
 
 
-@expand_groups
 def recommend(
     *,
-    model: Model,
+    model: options.Model,
     length: Annotated[int, typer.Option(help="Target length in tokens.")],
     minutes: Annotated[
         float,
@@ -62,11 +53,11 @@ def recommend(
     search: Annotated[
         bool, typer.Option(help="Search as well, with what is left of the time.")
     ] = True,
-    out: StateFolder = Path("out/recommend"),
-    layers: LayerOptions,
-    loading: LoadingOptions,
-    seed: Seed = 42,
-    as_json: Json = False,
+    out: options.StateFolder = Path("out/recommend"),
+    layers: options.LayerOptions,
+    loading: options.LoadingOptions,
+    seed: options.Seed = 42,
+    as_json: options.Json = False,
 ) -> None:
     """Measure on a model which method to use at a length.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rope_patch.cli.options import Json
+from rope_patch.cli import options
 from rope_patch.cli.runtime import VERDICT, requires_extra, show
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def report(
             ),
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Write a report again, or one report of several runs.
 

@@ -8,18 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.options import (
-    Factor,
-    Json,
-    LayerOptions,
-    Length,
-    LoadingOptions,
-    Model,
-    Seed,
-    StateFolder,
-    expand_groups,
-    parse_options,
-)
+from rope_patch.cli import options
 from rope_patch.cli.runtime import (
     command_line,
     handle_interrupt,
@@ -29,12 +18,11 @@ from rope_patch.cli.runtime import (
 )
 
 
-@expand_groups
 def search(
     *,
-    model: Model,
-    length: Length = None,
-    factor: Factor = None,
+    model: options.Model,
+    length: options.Length = None,
+    factor: options.Factor = None,
     strategy: Annotated[
         str,
         typer.Option(
@@ -84,12 +72,12 @@ def search(
             "that it can do the task at all."
         ),
     ] = None,
-    out: StateFolder = Path("out/search"),
+    out: options.StateFolder = Path("out/search"),
     picture: Annotated[
         Path | None,
         typer.Option(help="An .svg or .png file that is drawn again while the search runs."),
     ] = None,
-    layers: LayerOptions,
+    layers: options.LayerOptions,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -99,9 +87,9 @@ def search(
             "engine can be told what is found.",
         ),
     ] = None,
-    loading: LoadingOptions,
-    seed: Seed = 42,
-    as_json: Json = False,
+    loading: options.LoadingOptions,
+    seed: options.Seed = 42,
+    as_json: options.Json = False,
 ) -> None:
     """Search the best frequencies for one checkpoint at a length.
 
@@ -148,7 +136,7 @@ def search(
             command=command_line(),
             **layers.arguments(),
             **loading.arguments(),
-            **parse_options(option),
+            **options.parse_options(option),
         )
     if as_json:
         print(json.dumps(result.to_dict(), indent=1, allow_nan=False))

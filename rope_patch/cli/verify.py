@@ -7,21 +7,10 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.options import (
-    Factor,
-    Json,
-    LayerOptions,
-    Length,
-    LoadingOptions,
-    Option,
-    Seed,
-    expand_groups,
-    parse_options,
-)
+from rope_patch.cli import options
 from rope_patch.cli.runtime import show
 
 
-@expand_groups
 def verify(
     *,
     url: Annotated[
@@ -37,10 +26,10 @@ def verify(
             help="How it should rotate; left out: as the model's config or rope_patch.json says."
         ),
     ] = None,
-    factor: Factor = None,
-    length: Length = None,
-    option: Option = None,
-    layers: LayerOptions,
+    factor: options.Factor = None,
+    length: options.Length = None,
+    option: options.Option = None,
+    layers: options.LayerOptions,
     engine: Annotated[
         str, typer.Option(help="The engine's API: auto, openai, llama.cpp or sglang.")
     ] = "auto",
@@ -55,9 +44,9 @@ def verify(
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Time budget.")] = 600.0,
-    seed: Seed = 0,
-    loading: LoadingOptions,
-    as_json: Json = False,
+    seed: options.Seed = 0,
+    loading: options.LoadingOptions,
+    as_json: options.Json = False,
 ) -> None:
     """Find out whether a running engine rotates as asked, from its log-probabilities.
 
@@ -86,7 +75,7 @@ def verify(
         seed=seed,
         **layers.arguments(),
         **loading.arguments(),
-        **parse_options(option),
+        **options.parse_options(option),
     )
     if as_json:
         print(json.dumps(verification.to_dict(), indent=1, allow_nan=False))
