@@ -7,11 +7,12 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from rope_patch.cli import options
+from rope_patch.cli.options import argument, option
 from rope_patch.cli.runtime import (
     VERDICT,
     command_line,
@@ -25,106 +26,79 @@ from rope_patch.cli.runtime import (
 class _ModelOptions(options.OptionGroup):
     """What a MODEL is measured with."""
 
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="With a MODEL: a method, or `none` for the model as it is; compared with the one "
-            "named first."
-        ),
-    ] = None
-    factor: Annotated[
-        float,
-        typer.Option(help="Target length / trained length; dynamic methods follow up to there."),
-    ] = 4
-    prompt: Annotated[
-        int | None,
-        typer.Option(help="Tokens of the prompt; factor times the trained length if left out."),
-    ] = None
-    decode: Annotated[int, typer.Option(help="Tokens decoded in each repeat.")] = 32
+    method: list[str] | None = option(
+        None,
+        "With a MODEL: a method, or `none` for the model as it is; compared with the one named "
+        "first.",
+    )
+    factor: float = option(4, "Target length / trained length; dynamic methods follow up to there.")
+    prompt: int | None = option(
+        None, "Tokens of the prompt; factor times the trained length if left out."
+    )
+    decode: int = option(32, "Tokens decoded in each repeat.")
     trained_length: options.TrainedLength = None
-    compiled: Annotated[
-        bool,
-        typer.Option("--compile", help="Count torch.compile's graph breaks and recompilations."),
-    ] = False
-    random_weights: Annotated[
-        bool,
-        typer.Option("--random-weights", help="Read the config alone; times stay the same."),
-    ] = False
+    compiled: bool = option(
+        False, "Count torch.compile's graph breaks and recompilations.", "--compile"
+    )
+    random_weights: bool = option(
+        False, "Read the config alone; times stay the same.", "--random-weights"
+    )
 
 
 @dataclass(frozen=True)
 class _KernelOptions(options.OptionGroup):
     """What is measured without a MODEL, and whether."""
 
-    shapes: Annotated[
-        str | None,
-        typer.Option(
-            help="Without a MODEL: whose heads, by commas; llama-3-8b (rotation alone), qwen3-8b "
-            "and gemma-3-12b (norm and rotation) if left out."
-        ),
-    ] = None
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens, by commas; 1 is a decoding step.")
-    ] = None
-    batch: Annotated[str | None, typer.Option(help="Rows, by commas.")] = None
-    contenders: Annotated[
-        str | None,
-        typer.Option(
-            help="Which, by commas, of hf, hf-compile, ours, ours-output, ours-frozen, "
-            "ours-tables, ours-inplace, ours-reference, liger, flash-attn, unsloth, fla; all if "
-            "left out, but on a GPU without ours-tables, ours-reference and fla."
-        ),
-    ] = None
-    rivals: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder with files of others that are no wheels, any of: rotary.py (flash_attn/"
-            "ops/triton/ in the sdist of flash-attn 2.8), rope_embedding.py and qk_norm_rope.py "
-            "(unsloth/kernels/ in the wheel of unsloth). Liger (liger-kernel) and FLA (fla-core) "
-            "are imported if installed."
-        ),
-    ] = None
-    model_steps: Annotated[
-        bool, typer.Option(help="Measure steps of small random models, too.")
-    ] = True
-    page: Annotated[
-        bool,
-        typer.Option(
-            "--page",
-            help="Make the page of the results in --out, which another machine may have measured; "
-            "measure nothing.",
-        ),
-    ] = False
-    self_test: Annotated[
-        bool,
-        typer.Option(
-            "--self-test",
-            help="Compare all kernels with float64 at the sizes of real models, or of --shapes, "
-            "and print a table for a bug report; the exit code is 1 if one is wrong.",
-        ),
-    ] = False
+    shapes: str | None = option(
+        None,
+        "Without a MODEL: whose heads, by commas; llama-3-8b (rotation alone), qwen3-8b and "
+        "gemma-3-12b (norm and rotation) if left out.",
+    )
+    lengths: str | None = option(None, "Tokens, by commas; 1 is a decoding step.")
+    batch: str | None = option(None, "Rows, by commas.")
+    contenders: str | None = option(
+        None,
+        "Which, by commas, of hf, hf-compile, ours, ours-output, ours-frozen, ours-tables, "
+        "ours-inplace, ours-reference, liger, flash-attn, unsloth, fla; all if left out, but on a "
+        "GPU without ours-tables, ours-reference and fla.",
+    )
+    rivals: Path | None = option(
+        None,
+        "A folder with files of others that are no wheels, any of: rotary.py "
+        "(flash_attn/ops/triton/ in the sdist of flash-attn 2.8), rope_embedding.py and "
+        "qk_norm_rope.py (unsloth/kernels/ in the wheel of unsloth). Liger (liger-kernel) and FLA "
+        "(fla-core) are imported if installed.",
+    )
+    model_steps: bool = option(True, "Measure steps of small random models, too.")
+    page: bool = option(
+        False,
+        "Make the page of the results in --out, which another machine may have measured; measure "
+        "nothing.",
+        "--page",
+    )
+    self_test: bool = option(
+        False,
+        "Compare all kernels with float64 at the sizes of real models, or of --shapes, and print a "
+        "table for a bug report; the exit code is 1 if one is wrong.",
+        "--self-test",
+    )
 
 
 def bench(
     context: typer.Context,
     *,
-    model: Annotated[
-        str | None, typer.Argument(help=f"{options.MODEL} Without one, kernels are measured.")
-    ] = None,
+    model: str | None = argument(None, f"{options.MODEL} Without one, kernels are measured."),
     on_model: _ModelOptions,
     on_kernels: _KernelOptions,
     dtype: options.Dtype = "auto",
-    repeats: Annotated[
-        int | None,
-        typer.Option(help="How often everything timed is done; 5, or 10 for kernels on a GPU."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="With a MODEL, a file for the results as JSON, too; without, the folder of the "
-            "report, out/bench if left out."
-        ),
-    ] = None,
+    repeats: int | None = option(
+        None, "How often everything timed is done; 5, or 10 for kernels on a GPU."
+    ),
+    out: Path | None = option(
+        None,
+        "With a MODEL, a file for the results as JSON, too; without, the folder of the report, "
+        "out/bench if left out.",
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Time methods on a model; without a model, the kernels.

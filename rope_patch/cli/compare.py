@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from rope_patch.cli import options
 from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
+from rope_patch.cli.options import option
 from rope_patch.cli.runtime import command_line, requires_extra
 
 
@@ -21,34 +20,25 @@ class _SampleOptions(options.SampleOptions):
 def compare(
     *,
     model: options.Model,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A method, or the folder of a search's result; several, or by commas: "
-            "linear,ntk,yarn,dynamic-yarn if left out. The model as it is, `none`, is always with "
-            "them."
-        ),
-    ] = None,
+    method: list[str] | None = option(
+        None,
+        "A method, or the folder of a search's result; several, or by commas: "
+        "linear,ntk,yarn,dynamic-yarn if left out. The model as it is, `none`, is always with "
+        "them.",
+    ),
     factor: options.Factor = None,
     length: options.Length = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            help="Lengths in tokens, by commas; if left out, half the trained length, the trained "
-            "length, and its doubles up to the target."
-        ),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help="quick: one retrieval task, for CPUs. standard: RULER's 13 tasks "
-            "and four harder ones, 50 samples each. paper: 500. Left out: standard where there is "
-            "a GPU, else quick."
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Other tasks than the profile's, as for `eval`.")
-    ] = None,
+    lengths: str | None = option(
+        None,
+        "Lengths in tokens, by commas; if left out, half the trained length, the trained length, "
+        "and its doubles up to the target.",
+    ),
+    profile: str | None = option(
+        None,
+        "quick: one retrieval task, for CPUs. standard: RULER's 13 tasks and four harder ones, 50 "
+        "samples each. paper: 500. Left out: standard where there is a GPU, else quick.",
+    ),
+    tasks: str | None = option(None, "Other tasks than the profile's, as for `eval`."),
     sample_options: _SampleOptions,
     text_options: options.TextOptions,
     method_options: options.MethodOptions,

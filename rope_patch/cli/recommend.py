@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from rope_patch.cli import options
+from rope_patch.cli.options import option
 from rope_patch.cli.runtime import (
     command_line,
     handle_interrupt,
@@ -21,38 +19,26 @@ from rope_patch.cli.runtime import (
 def recommend(
     *,
     model: options.Model,
-    length: Annotated[int, typer.Option(help="Target length in tokens.")],
-    minutes: Annotated[
-        float,
-        typer.Option(
-            help="Minutes for measuring, those of earlier runs in the same folder included.",
-        ),
-    ],
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What questions and documents are made of: a novel's name or a file; several. All "
-            "novels that come with the package if left out."
-        ),
-    ] = None,
-    samples: Annotated[
-        Path | None,
-        typer.Option(
-            help="Questions of your own instead: JSON lines with input_ids and labels (-100 where "
-            "nothing is scored). Those longer than the trained length show what is gained, the "
-            "others what it costs."
-        ),
-    ] = None,
-    short_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of what is measured within the trained length; half of that if left out."
-        ),
-    ] = None,
-    most: Annotated[int, typer.Option(help="Samples of each kind, at most.")] = 96,
-    search: Annotated[
-        bool, typer.Option(help="Search as well, with what is left of the time.")
-    ] = True,
+    length: int = option(..., "Target length in tokens."),
+    minutes: float = option(
+        ..., "Minutes for measuring, those of earlier runs in the same folder included."
+    ),
+    text: list[str] | None = option(
+        None,
+        "What questions and documents are made of: a novel's name or a file; several. All novels "
+        "that come with the package if left out.",
+    ),
+    samples: Path | None = option(
+        None,
+        "Questions of your own instead: JSON lines with input_ids and labels (-100 where nothing "
+        "is scored). Those longer than the trained length show what is gained, the others what it "
+        "costs.",
+    ),
+    short_length: int | None = option(
+        None, "Tokens of what is measured within the trained length; half of that if left out."
+    ),
+    most: int = option(96, "Samples of each kind, at most."),
+    search: bool = option(True, "Search as well, with what is left of the time."),
     out: options.StateFolder = Path("out/recommend"),
     layers: options.LayerOptions,
     loading: options.LoadingOptions,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from rope_patch.cli import options
+from rope_patch.cli.options import argument, option
 from rope_patch.cli.runtime import VERDICT, requires_extra, show
 
 if TYPE_CHECKING:
@@ -18,24 +19,17 @@ logger = logging.getLogger("rope_patch")
 
 
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(help="Folders of runs, or their report.json; several side by side."),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the report; the run's own if there is one run.")
-    ] = None,
-    trained: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[LABEL=]FOLDER",
-            help=(
-                "A run of the same questions on weights that were trained further: it is compared "
-                "with the others question by question, as a method named LABEL (left out: the "
-                "folder's name); several."
-            ),
-        ),
-    ] = None,
+    runs: list[Path] = argument(
+        ..., "Folders of runs, or their report.json; several side by side."
+    ),
+    out: Path | None = option(None, "Folder for the report; the run's own if there is one run."),
+    trained: list[str] | None = option(
+        None,
+        "A run of the same questions on weights that were trained further: it is compared with the "
+        "others question by question, as a method named LABEL (left out: the folder's name); "
+        "several.",
+        metavar="[LABEL=]FOLDER",
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Write a report again, or one report of several runs.
