@@ -121,9 +121,9 @@ def bench(
     for name in vars(on_model if model is None else on_kernels):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            option = "compile" if name == "compiled" else name.replace("_", "-")
+            word = "compile" if name == "compiled" else name.replace("_", "-")
             form = "needs a MODEL" if model is None else "is for kernels, without a MODEL"
-            raise ValueError(f"--{option} {form}: `rope-patch bench --help` shows both forms")
+            raise ValueError(f"--{word} {form}: `rope-patch bench --help` shows both forms")
     if on_kernels.page:
         _make_page(out or Path("out/bench"))
         return

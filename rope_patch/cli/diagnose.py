@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from rope_patch.cli import options
 from rope_patch.cli.options import option
-from rope_patch.cli.runtime import show
+from rope_patch.cli.runtime import show_result
 
 logger = logging.getLogger("rope_patch")
 
@@ -28,7 +27,7 @@ def diagnose(
     factor: options.Factor = None,
     length: options.Length = None,
     layers: _LayerOptions,
-    option: options.Option = None,
+    method_option: options.MethodOption = None,
     gguf_file: options.GGUF = None,
     picture: Path | None = option(
         None, "Draw every pair's wavelength, before and after, into this .svg or .png file."
@@ -63,10 +62,10 @@ def diagnose(
         factor=factor,
         length=length,
         **layers.arguments(),
-        options=options.parse_options(option),
+        options=options.parse_options(method_option),
     )
     diagnosis = diagnose_subject(subject, extension)
-    show(json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) if as_json else diagnosis)
+    show_result(diagnosis, as_json)
     if picture is not None:  # last: a library or a folder that is missing costs no diagnosis
         diagnosis.plot(picture)
         logger.info("picture: %s", picture)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_patch.cli import options
-from rope_patch.cli.runtime import VERDICT, handle_interrupt, requires_extra, show
+from rope_patch.cli.runtime import VERDICT, handle_interrupt, requires_extra, show, show_report
 from rope_patch.methods import list_methods
 
 if TYPE_CHECKING:
@@ -25,10 +25,7 @@ def run_and_report(request: EvalRequest, as_json: bool) -> None:
 
     with handle_interrupt():
         results = evaluate(request, None if as_json else show)
-    if as_json:
-        print((request.folder / "report.json").read_text(encoding="utf-8"), end="")
-    else:
-        print(f"\n{request.folder / 'report.html'}")
+    show_report(request.folder, as_json)
     if find_gaps(results):  # the report and stderr name them
         raise typer.Exit(VERDICT)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 from typing import Any
 
 from rope_patch.cli import options
 from rope_patch.cli.options import option
-from rope_patch.cli.runtime import show
+from rope_patch.cli.runtime import show, show_result
 
 logger = logging.getLogger("rope_patch")
 
@@ -28,7 +27,7 @@ def export(
     length: options.Length = None,
     trained_length: options.TrainedLength = None,
     start: options.Start = "auto",
-    option: options.Option = None,
+    method_option: options.MethodOption = None,
     found: str | None = option(
         None, "What to apply: the folder of a `rope-patch search`, not a method."
     ),
@@ -64,7 +63,7 @@ def export(
         atomic_files.require_new_folder(write, "the converter's files")
     path = demo.resolve_model_path(model)
     request: dict[str, Any] = {"factor": factor, "length": length, "trained_length": trained_length}
-    request |= options.parse_options(option)
+    request |= options.parse_options(method_option)
     method_keywords = [name for name, value in request.items() if value is not None]
     if found is not None and (method is not None or method_keywords):
         raise ValueError("--found says it all: leave --method and what goes with it out")
@@ -86,7 +85,7 @@ def export(
     if write is not None:
         write_folder(exported_form, path, write)
         logger.info("for llama.cpp's converter: %s", write)
-    show(json.dumps(exported_form.to_dict(), indent=1) if as_json else exported_form)
+    show_result(exported_form, as_json)
     if engine == "vllm" and not as_json:
         show(f"  to type:\n    {shlex.join(['vllm', 'serve', path, *exported_form.arguments])}")
 

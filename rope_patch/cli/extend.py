@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import typer
 
 from rope_patch.cli import options
 from rope_patch.cli.options import option
-from rope_patch.cli.runtime import (
-    command_line,
-    handle_interrupt,
-    requires_extra,
-    show,
-    silence_patch_log,
-)
+from rope_patch.cli.runtime import command_line, show_result, study
 
 NOTHING_SHOWN = 3  # the exit code if no method is shown to help
 
@@ -77,8 +70,7 @@ def extend(
       rope-patch extend demo --to 2x --budget 1h --out out/smollm2-16k
       rope-patch extend ./my-model --to 32k --budget 8h --train --data ./long-documents
     """
-    silence_patch_log()
-    with requires_extra("extending needs", "all"), handle_interrupt():
+    with study("extending needs", "all"):
         from rope_patch.extending import extend
         from rope_patch.extending.request import PUBLISHED
 
@@ -100,6 +92,6 @@ def extend(
             seed=seed,
             command=command_line(),
         )
-    show(json.dumps(result.to_dict(), indent=1) if as_json else result)
+    show_result(result, as_json)
     if result.outcome != PUBLISHED:
         raise typer.Exit(NOTHING_SHOWN)

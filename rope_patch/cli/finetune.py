@@ -97,8 +97,8 @@ def finetune(
         return
     for name, value in vars(inspection).items():
         if value is not None and value is not False:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} is for --inspect-data: expected both, or neither")
+            word = name.replace("_", "-")
+            raise ValueError(f"--{word} is for --inspect-data: expected both, or neither")
     flags = {"--plan": plan, "--json": as_json}
     words += [flag for flag, on in flags.items() if on]
     with handle_interrupt("--resume auto goes on from the last checkpoint"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rope_patch.cli import options
 from rope_patch.cli.options import option
-from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
+from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra, show_report
 from rope_patch.utils.errors import Refused
 
 
@@ -77,11 +77,8 @@ def lab(
         raise Refused(f"--processes must be at least 1, got {at_once}")
     with handle_interrupt():
         results = run_lab(settings, out, at_once, command_line())
-    page = write_report(results, out, None if as_json else print)
-    if as_json:
-        print((out / "report.json").read_text())
-    else:
-        print(f"\n{page}")
+    write_report(results, out, None if as_json else print)
+    show_report(out, as_json)
 
 
 def _lengths(text: str) -> list[int]:

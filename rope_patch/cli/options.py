@@ -1,4 +1,4 @@
-"""Options that several commands have: one by one, as groups, and parsers of their values.
+"""How options are written, those that several commands have, and parsers of their values.
 
 A command's own options are written where they are, by `option`. Those that several commands have
 are types, or groups: dataclasses with an option a field. A command takes a group as one parameter,
@@ -78,7 +78,7 @@ Start = Annotated[
         "the model is `running` with."
     ),
 ]
-Option = Annotated[
+MethodOption = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
@@ -204,7 +204,7 @@ class MethodOptions(OptionGroup):
 
     trained_length: TrainedLength = None
     start: Start = "auto"
-    option: Option = None
+    method_option: MethodOption = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the options, the methods' own as `options`.
@@ -215,7 +215,7 @@ class MethodOptions(OptionGroup):
         return {
             "trained_length": self.trained_length,
             "start": self.start,
-            "options": parse_options(self.option),
+            "options": parse_options(self.method_option),
         }
 
 

@@ -22,7 +22,7 @@ def patch(
     factor: options.Factor = None,
     length: options.Length = None,
     layers: options.LayerOptions,
-    option: options.Option = None,
+    method_option: options.MethodOption = None,
     weights: str = option(
         "link",
         "link: hard links to the checkpoint's files, which take no space and stay when it is "
@@ -56,7 +56,7 @@ def patch(
         length=length,
         copy=weights == "copy",
         **layers.arguments(),
-        **options.parse_options(option),
+        **options.parse_options(method_option),
     )
     if weights == "link" and any(name.endswith(".safetensors") for name in checkpoint.copied):
         logger.warning("the weights were copied: there are no links from that disk to this one")

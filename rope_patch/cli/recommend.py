@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rope_patch.cli import options
 from rope_patch.cli.options import option
-from rope_patch.cli.runtime import (
-    command_line,
-    handle_interrupt,
-    requires_extra,
-    show,
-    silence_patch_log,
-)
+from rope_patch.cli.runtime import command_line, show_result, study
 
 
 def recommend(
@@ -58,8 +51,7 @@ def recommend(
       rope-patch recommend demo --length 16384 --minutes 60
       rope-patch recommend ./my-model --length 32768 --minutes 20 --no-search
     """
-    silence_patch_log()
-    with requires_extra("recommending needs", "search"), handle_interrupt():
+    with study("recommending needs", "search"):
         from rope_patch.recommending import recommend
         from rope_patch.recommending.result import MARKDOWN_FILE
 
@@ -78,7 +70,4 @@ def recommend(
             **layers.arguments(),
             **loading.arguments(),
         )
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=1))
-    else:
-        show(f"{result}\n\n{out / MARKDOWN_FILE}")
+    show_result(result, as_json, out / MARKDOWN_FILE)

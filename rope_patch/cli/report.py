@@ -10,7 +10,7 @@ import typer
 
 from rope_patch.cli import options
 from rope_patch.cli.options import argument, option
-from rope_patch.cli.runtime import VERDICT, requires_extra, show
+from rope_patch.cli.runtime import VERDICT, requires_extra, show, show_report
 
 if TYPE_CHECKING:
     from rope_patch.evaluation.results_schema import RunRecord
@@ -58,14 +58,11 @@ def report(
     with atomic_files.add_write_advice(
         "The saved results are as they were: REMEDY, or give another folder"
     ):
-        page = reporting.write_report(results[0] if len(results) == 1 else results, folder, shown)
+        reporting.write_report(results[0] if len(results) == 1 else results, folder, shown)
     missing = [gap for result in results for gap in verdict.find_gaps(result)]
     if missing:
         logger.error(verdict.gap_sentence(missing))
-    if as_json:
-        print((folder / "report.json").read_text(encoding="utf-8"))
-    else:
-        print(f"\n{page}")
+    show_report(folder, as_json)
     if missing:
         raise typer.Exit(VERDICT)
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rope_patch.cli import options
 from rope_patch.cli.options import option
-from rope_patch.cli.runtime import (
-    command_line,
-    handle_interrupt,
-    requires_extra,
-    show,
-    silence_patch_log,
-)
+from rope_patch.cli.runtime import command_line, show_result, study
 
 
 def search(
@@ -60,7 +53,7 @@ def search(
         None, "An .svg or .png file that is drawn again while the search runs."
     ),
     layers: options.LayerOptions,
-    option: list[str] | None = option(
+    strategy_option: list[str] | None = option(
         None,
         "An option of the way to search: for longrope start_tokens=false, so that any engine can "
         "be told what is found.",
@@ -93,8 +86,7 @@ def search(
         require_plot_path(picture)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: expected a folder, made if it is missing")
-    silence_patch_log()
-    with requires_extra("searching needs", "search"), handle_interrupt():
+    with study("searching needs", "search"):
         from rope_patch.searching import search
         from rope_patch.searching.sample_sets import DEFAULT_COUNT
 
@@ -116,12 +108,9 @@ def search(
             command=command_line(),
             **layers.arguments(),
             **loading.arguments(),
-            **options.parse_options(option),
+            **options.parse_options(strategy_option),
         )
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=1, allow_nan=False))
-    else:
-        show(f"{result}\n\n{out / 'found.json'}")
+    show_result(result, as_json, out / "found.json")
 
 
 def _parse_held_out(value: str | None) -> int | str | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import typer
 
 from rope_patch.cli import options
 from rope_patch.cli.options import argument, option
-from rope_patch.cli.runtime import show
+from rope_patch.cli.runtime import show_result
 
 
 def verify(
@@ -22,7 +20,7 @@ def verify(
     ),
     factor: options.Factor = None,
     length: options.Length = None,
-    option: options.Option = None,
+    method_option: options.MethodOption = None,
     layers: options.LayerOptions,
     engine: str = option("auto", "The engine's API: auto, openai, llama.cpp or sglang."),
     served_model: str | None = option(None, "The served model's name, where a server has several."),
@@ -63,10 +61,7 @@ def verify(
         seed=seed,
         **layers.arguments(),
         **loading.arguments(),
-        **options.parse_options(option),
+        **options.parse_options(method_option),
     )
-    if as_json:
-        print(json.dumps(verification.to_dict(), indent=1, allow_nan=False))
-    else:
-        show(verification)
+    show_result(verification, as_json)
     raise typer.Exit(verification.exit_code)
