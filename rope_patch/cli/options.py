@@ -43,7 +43,7 @@ def option(
 
     Args:
         default: Its default; `...` if it must be given.
-        about: Its line in `--help`.
+        about: Its text in `--help`.
         *names: Its names, if others than typer's: `--no-train`, too, beside `--train`.
         min: The smallest number that it takes.
         metavar: What stands for its value in `--help`.
@@ -204,19 +204,15 @@ class MethodOptions(OptionGroup):
 
     trained_length: TrainedLength = None
     start: Start = "auto"
-    method_option: MethodOption = None
+    options: MethodOption = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the options, the methods' own as `options`.
+        """Return the options, with those of the methods by name.
 
         Raises:
             ValueError: See `parse_options`.
         """
-        return {
-            "trained_length": self.trained_length,
-            "start": self.start,
-            "options": parse_options(self.method_option),
-        }
+        return {**vars(self), "options": parse_options(self.options)}
 
 
 @dataclass(frozen=True)
