@@ -5,20 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from rope_patch.cli.options import (
-    MODEL,
-    Dtype,
-    Json,
-    TrainedLength,
-    parse_ints,
-    parse_names,
-    split_commas,
-)
+from rope_patch.cli import options
+from rope_patch.cli.options import argument, option
 from rope_patch.cli.runtime import (
     VERDICT,
     command_line,
@@ -27,103 +21,85 @@ from rope_patch.cli.runtime import (
     terminable,
 )
 
-# Options that only one of `bench`'s two forms takes.
-_MODEL_OPTIONS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]
-_MODEL_OPTIONS += ["random_weights"]
-_KERNEL_OPTIONS = ["shapes", "lengths", "batch", "contenders", "rivals", "model_steps"]
-_KERNEL_OPTIONS += ["page", "self_test"]
+
+@dataclass(frozen=True)
+class _ModelOptions(options.OptionGroup):
+    """What a MODEL is measured with."""
+
+    method: list[str] | None = option(
+        None,
+        "With a MODEL: a method, or `none` for the model as it is; compared with the one named "
+        "first.",
+    )
+    factor: float = option(4, "Target length / trained length; dynamic methods follow up to there.")
+    prompt: int | None = option(
+        None, "Tokens of the prompt; factor times the trained length if left out."
+    )
+    decode: int = option(32, "Tokens decoded in each repeat.")
+    trained_length: options.TrainedLength = None
+    compiled: bool = option(
+        False, "Count torch.compile's graph breaks and recompilations.", "--compile"
+    )
+    random_weights: bool = option(
+        False, "Read the config alone; times stay the same.", "--random-weights"
+    )
+
+
+@dataclass(frozen=True)
+class _KernelOptions(options.OptionGroup):
+    """What is measured without a MODEL, and whether."""
+
+    shapes: str | None = option(
+        None,
+        "Without a MODEL: whose heads, by commas; llama-3-8b (rotation alone), qwen3-8b and "
+        "gemma-3-12b (norm and rotation) if left out.",
+    )
+    lengths: str | None = option(None, "Tokens, by commas; 1 is a decoding step.")
+    batch: str | None = option(None, "Rows, by commas.")
+    contenders: str | None = option(
+        None,
+        "Which, by commas, of hf, hf-compile, ours, ours-output, ours-frozen, ours-tables, "
+        "ours-inplace, ours-reference, liger, flash-attn, unsloth, fla; all if left out, but on a "
+        "GPU without ours-tables, ours-reference and fla.",
+    )
+    rivals: Path | None = option(
+        None,
+        "A folder with files of others that are no wheels, any of: rotary.py "
+        "(flash_attn/ops/triton/ in the sdist of flash-attn 2.8), rope_embedding.py and "
+        "qk_norm_rope.py (unsloth/kernels/ in the wheel of unsloth). Liger (liger-kernel) and FLA "
+        "(fla-core) are imported if installed.",
+    )
+    model_steps: bool = option(True, "Measure steps of small random models, too.")
+    page: bool = option(
+        False,
+        "Make the page of the results in --out, which another machine may have measured; measure "
+        "nothing.",
+        "--page",
+    )
+    self_test: bool = option(
+        False,
+        "Compare all kernels with float64 at the sizes of real models, or of --shapes, and print a "
+        "table for a bug report; the exit code is 1 if one is wrong.",
+        "--self-test",
+    )
 
 
 def bench(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(help=f"{MODEL} Without one, kernels are measured.")
-    ] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="With a MODEL: a method, or `none` for the model as it is; compared with the one "
-            "named first."
-        ),
-    ] = None,
-    factor: Annotated[
-        float,
-        typer.Option(help="Target length / trained length; dynamic methods follow up to there."),
-    ] = 4,
-    prompt: Annotated[
-        int | None,
-        typer.Option(help="Tokens of the prompt; factor times the trained length if left out."),
-    ] = None,
-    decode: Annotated[int, typer.Option(help="Tokens decoded in each repeat.")] = 32,
-    trained_length: TrainedLength = None,
-    compiled: Annotated[
-        bool,
-        typer.Option("--compile", help="Count torch.compile's graph breaks and recompilations."),
-    ] = False,
-    random_weights: Annotated[
-        bool,
-        typer.Option("--random-weights", help="Read the config alone; times stay the same."),
-    ] = False,
-    shapes: Annotated[
-        str | None,
-        typer.Option(
-            help="Without a MODEL: whose heads, by commas; llama-3-8b (rotation alone), qwen3-8b "
-            "and gemma-3-12b (norm and rotation) if left out."
-        ),
-    ] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens, by commas; 1 is a decoding step.")
-    ] = None,
-    batch: Annotated[str | None, typer.Option(help="Rows, by commas.")] = None,
-    contenders: Annotated[
-        str | None,
-        typer.Option(
-            help="Which, by commas, of hf, hf-compile, ours, ours-output, ours-frozen, "
-            "ours-tables, ours-inplace, ours-reference, liger, flash-attn, unsloth, fla; all if "
-            "left out, but on a GPU without ours-tables, ours-reference and fla."
-        ),
-    ] = None,
-    rivals: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder with files of others that are no wheels, any of: rotary.py (flash_attn/"
-            "ops/triton/ in the sdist of flash-attn 2.8), rope_embedding.py and qk_norm_rope.py "
-            "(unsloth/kernels/ in the wheel of unsloth). Liger (liger-kernel) and FLA (fla-core) "
-            "are imported if installed."
-        ),
-    ] = None,
-    model_steps: Annotated[
-        bool, typer.Option(help="Measure steps of small random models, too.")
-    ] = True,
-    page: Annotated[
-        bool,
-        typer.Option(
-            "--page",
-            help="Make the page of the results in --out, which another machine may have measured; "
-            "measure nothing.",
-        ),
-    ] = False,
-    self_test: Annotated[
-        bool,
-        typer.Option(
-            "--self-test",
-            help="Compare all kernels with float64 at the sizes of real models, or of --shapes, "
-            "and print a table for a bug report; the exit code is 1 if one is wrong.",
-        ),
-    ] = False,
-    dtype: Dtype = "auto",
-    repeats: Annotated[
-        int | None,
-        typer.Option(help="How often everything timed is done; 5, or 10 for kernels on a GPU."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="With a MODEL, a file for the results as JSON, too; without, the folder of the "
-            "report, out/bench if left out."
-        ),
-    ] = None,
-    as_json: Json = False,
+    *,
+    model: str | None = argument(None, f"{options.MODEL} Without one, kernels are measured."),
+    on_model: _ModelOptions,
+    on_kernels: _KernelOptions,
+    dtype: options.Dtype = "auto",
+    repeats: int | None = option(
+        None, "How often everything timed is done; 5, or 10 for kernels on a GPU."
+    ),
+    out: Path | None = option(
+        None,
+        "With a MODEL, a file for the results as JSON, too; without, the folder of the report, "
+        "out/bench if left out.",
+    ),
+    as_json: options.Json = False,
 ) -> None:
     """Time methods on a model; without a model, the kernels.
 
@@ -142,28 +118,32 @@ def bench(
       rope-patch bench ./my-model --method none,yarn,dynamic-yarn --compile --out speed.json
       rope-patch bench --shapes qwen3-8b --lengths 1,8192 --rivals ./rivals
     """
-    for name in _MODEL_OPTIONS if model is None else _KERNEL_OPTIONS:
+    for name in vars(on_model if model is None else on_kernels):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            option = "compile" if name == "compiled" else name.replace("_", "-")
+            word = "compile" if name == "compiled" else name.replace("_", "-")
             form = "needs a MODEL" if model is None else "is for kernels, without a MODEL"
-            raise ValueError(f"--{option} {form}: `rope-patch bench --help` shows both forms")
-    if page:
+            raise ValueError(f"--{word} {form}: `rope-patch bench --help` shows both forms")
+    if on_kernels.page:
         _make_page(out or Path("out/bench"))
         return
-    if self_test:
-        _run_self_test(as_json, tuple(parse_names(shapes) or ()))
+    if on_kernels.self_test:
+        _run_self_test(as_json, tuple(options.parse_names(on_kernels.shapes) or ()))
         return
     if model is None:
         _bench_kernels(
             as_json,
             out or Path("out/bench"),
-            shapes=parse_names(shapes),
-            lengths=None if lengths is None else tuple(parse_ints("lengths", lengths, minimum=1)),
-            batches=None if batch is None else tuple(parse_ints("batch", batch, minimum=1)),
-            contenders=parse_names(contenders),
-            rivals=rivals,
-            steps=model_steps,
+            shapes=options.parse_names(on_kernels.shapes),
+            lengths=None
+            if on_kernels.lengths is None
+            else tuple(options.parse_ints("lengths", on_kernels.lengths, minimum=1)),
+            batches=None
+            if on_kernels.batch is None
+            else tuple(options.parse_ints("batch", on_kernels.batch, minimum=1)),
+            contenders=options.parse_names(on_kernels.contenders),
+            rivals=on_kernels.rivals,
+            steps=on_kernels.model_steps,
             dtype=dtype,
             repeats=repeats,
         )
@@ -176,15 +156,15 @@ def bench(
     results = speed.bench_methods(
         speed.SpeedRequest(
             model=model,
-            methods=tuple(split_commas(",".join(method or []))),
-            factor=factor,
-            prompt=prompt,
-            decode=decode,
+            methods=tuple(options.split_commas(",".join(on_model.method or []))),
+            factor=on_model.factor,
+            prompt=on_model.prompt,
+            decode=on_model.decode,
             repeats=5 if repeats is None else repeats,
-            trained_length=trained_length,
+            trained_length=on_model.trained_length,
             dtype=dtype,
-            compiled=compiled,
-            random_weights=random_weights,
+            compiled=on_model.compiled,
+            random_weights=on_model.random_weights,
         )
     )
     # Print first, so that a full disk loses no measurement.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -32,7 +33,7 @@ from rope_patch.cli import (
     tasks,
     verify,
 )
-from rope_patch.cli.options import with_plugins
+from rope_patch.cli.options import for_typer
 from rope_patch.cli.runtime import CRASHED, EXIT_CODE
 from rope_patch.utils.errors import Refused, printable
 
@@ -168,26 +169,42 @@ def rope_patch(
     """Take a pretrained RoPE decoder to a longer context, and prove what that gained and cost."""
 
 
-app.command(cls=Command)(with_plugins(methods.methods))
-app.command(cls=Command)(with_plugins(diagnose.diagnose))
-app.command("eval", cls=Command)(with_plugins(evaluate.evaluate))
-app.command(cls=Command)(with_plugins(compare.compare))
-app.command(cls=Command)(report.report)
-app.command(cls=Command)(tasks.tasks)
-app.command(cls=Command)(with_plugins(recommend.recommend))
-app.command(cls=Command)(search.search)
-app.command(cls=Command)(with_plugins(extend.extend))
-app.command(
-    cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)(finetune.finetune)
-app.command(cls=Command)(recipes.recipes)
-app.command(cls=Command)(with_plugins(patch.patch))
-app.command(cls=Command)(with_plugins(export.export))
-app.command(
-    cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)(serve.serve)
-app.command(cls=Command)(with_plugins(verify.verify))
-app.command(cls=Command)(with_plugins(bench.bench))
-app.command(cls=Command)(with_plugins(picture.picture))
-app.command(cls=Command)(lab.lab)
-app.command(cls=Command)(env.env)
+def _add(
+    command: Callable[..., None],
+    name: str | None = None,
+    *,
+    plugins: bool = False,
+    takes_any: bool = False,
+) -> None:
+    """Add a command to the app.
+
+    Args:
+        command: Its function.
+        name: Its name, where the function has another.
+        plugins: Whether it takes methods from outside, by `--plugin`.
+        takes_any: Whether its context has options that it does not declare.
+    """
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True} if takes_any else None
+    app.command(name, cls=Command, context_settings=settings)(for_typer(command, plugins))
+
+
+# In the order of the help.
+_add(methods.methods, plugins=True)
+_add(diagnose.diagnose, plugins=True)
+_add(evaluate.evaluate, "eval", plugins=True)
+_add(compare.compare, plugins=True)
+_add(report.report)
+_add(tasks.tasks)
+_add(recommend.recommend, plugins=True)
+_add(search.search)
+_add(extend.extend, plugins=True)
+_add(finetune.finetune, takes_any=True)
+_add(recipes.recipes)
+_add(patch.patch, plugins=True)
+_add(export.export, plugins=True)
+_add(serve.serve, takes_any=True)
+_add(verify.verify, plugins=True)
+_add(bench.bench, plugins=True)
+_add(picture.picture, plugins=True)
+_add(lab.lab)
+_add(env.env)

@@ -4,73 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from rope_patch.cli import options
 from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
-from rope_patch.cli.options import (
-    Depths,
-    Factor,
-    Json,
-    Length,
-    MeasuredLoadingOptions,
-    MethodOptions,
-    Model,
-    SampleOptions,
-    Seed,
-    TextOptions,
-    expand_groups,
-    parse_ints,
-    split_commas,
-)
+from rope_patch.cli.options import option
 from rope_patch.cli.runtime import command_line, requires_extra
 
 
 @dataclass(frozen=True)
-class _SampleOptions(SampleOptions):
-    depths: Depths = "10,30,50,70,90"
+class _SampleOptions(options.SampleOptions):
+    depths: options.Depths = "10,30,50,70,90"
 
 
-@expand_groups
 def compare(
     *,
-    model: Model,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A method, or the folder of a search's result; several, or by commas: "
-            "linear,ntk,yarn,dynamic-yarn if left out. The model as it is, `none`, is always with "
-            "them."
-        ),
-    ] = None,
-    factor: Factor = None,
-    length: Length = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            help="Lengths in tokens, by commas; if left out, half the trained length, the trained "
-            "length, and its doubles up to the target."
-        ),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help="quick: one retrieval task, for CPUs. standard: RULER's 13 tasks "
-            "and four harder ones, 50 samples each. paper: 500. Left out: standard where there is "
-            "a GPU, else quick."
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Other tasks than the profile's, as for `eval`.")
-    ] = None,
+    model: options.Model,
+    method: list[str] | None = option(
+        None,
+        "A method, or the folder of a search's result; several, or by commas: "
+        "linear,ntk,yarn,dynamic-yarn if left out. The model as it is, `none`, is always with "
+        "them.",
+    ),
+    factor: options.Factor = None,
+    length: options.Length = None,
+    lengths: str | None = option(
+        None,
+        "Lengths in tokens, by commas; if left out, half the trained length, the trained length, "
+        "and its doubles up to the target.",
+    ),
+    profile: str | None = option(
+        None,
+        "quick: one retrieval task, for CPUs. standard: RULER's 13 tasks and four harder ones, 50 "
+        "samples each. paper: 500. Left out: standard where there is a GPU, else quick.",
+    ),
+    tasks: str | None = option(None, "Other tasks than the profile's, as for `eval`."),
     sample_options: _SampleOptions,
-    text_options: TextOptions,
-    method_options: MethodOptions,
-    loading: MeasuredLoadingOptions,
-    seed: Seed = 42,
+    text_options: options.TextOptions,
+    method_options: options.MethodOptions,
+    loading: options.MeasuredLoadingOptions,
+    seed: options.Seed = 42,
     out: Folder = Path("out"),
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Compare what methods gain at length and cost at short.
 
@@ -86,8 +61,8 @@ def compare(
     chosen = parse_methods(
         ["none", *(method or [])], method_options.trained_length, method_options.start
     )
-    options: dict[str, Any] = {
-        "lengths": parse_ints("lengths", lengths, minimum=1) if lengths else (),
+    parsed: dict[str, Any] = {
+        "lengths": options.parse_ints("lengths", lengths, minimum=1) if lengths else (),
         **method_options.arguments(),
         **sample_options.arguments(),
         **text_options.arguments(),
@@ -101,12 +76,12 @@ def compare(
         model,
         factor=factor,
         length=length,
-        tasks=tuple(split_commas(tasks)) if tasks else (),
+        tasks=tuple(options.split_commas(tasks)) if tasks else (),
         profile=profile,
         seed=seed,
         folder=out,
         command=command_line(),
         **chosen,
-        **options,
+        **parsed,
     )
     run_and_report(request, as_json)

@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from rope_patch.cli.options import (
-    GGUF,
-    Factor,
-    Json,
-    Length,
-    Model,
-    Option,
-    Start,
-    TrainedLength,
-    parse_options,
-    split_commas,
-)
-from rope_patch.cli.runtime import show
+from rope_patch.cli import options
+from rope_patch.cli.options import option
+from rope_patch.cli.runtime import show_result
 
 logger = logging.getLogger("rope_patch")
 
 
+@dataclass(frozen=True)
+class _LayerOptions(options.LayerOptions):
+    layer_types: str | None = option(
+        None, "Which layers to look at, by commas; those that see far."
+    )
+
+
 def diagnose(
-    model: Model,
-    method: Annotated[
-        str, typer.Option(help="What to apply; `default` shows the rotation as it is.")
-    ] = "default",
-    factor: Factor = None,
-    length: Length = None,
-    trained_length: TrainedLength = None,
-    layer_types: Annotated[
-        str | None, typer.Option(help="Which layers to look at, by commas; those that see far.")
-    ] = None,
-    start: Start = "auto",
-    option: Option = None,
-    gguf_file: GGUF = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw every pair's wavelength, before and after, into this .svg or .png file."
-        ),
-    ] = None,
-    as_json: Json = False,
+    *,
+    model: options.Model,
+    method: str = option("default", "What to apply; `default` shows the rotation as it is."),
+    factor: options.Factor = None,
+    length: options.Length = None,
+    layers: _LayerOptions,
+    method_option: options.MethodOption = None,
+    gguf_file: options.GGUF = None,
+    picture: Path | None = option(
+        None, "Draw every pair's wavelength, before and after, into this .svg or .png file."
+    ),
+    as_json: options.Json = False,
 ) -> None:
     """Check a model's rotation, and say what a length needs.
 
@@ -75,13 +61,11 @@ def diagnose(
         method,
         factor=factor,
         length=length,
-        trained_length=trained_length,
-        layer_types=None if layer_types is None else split_commas(layer_types),
-        start=start,
-        options=parse_options(option),
+        **layers.arguments(),
+        options=options.parse_options(method_option),
     )
     diagnosis = diagnose_subject(subject, extension)
-    show(json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) if as_json else diagnosis)
+    show_result(diagnosis, as_json)
     if picture is not None:  # last: a library or a folder that is missing costs no diagnosis
         diagnosis.plot(picture)
         logger.info("picture: %s", picture)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from rope_patch.cli.options import MODEL, Json
+from rope_patch.cli import options
+from rope_patch.cli.options import argument, option
 from rope_patch.cli.runtime import VERDICT
 
 # Without a MODEL, configs of these classes are proven: plain, with norms, with windows.
@@ -17,17 +18,15 @@ _CONFIGS = ("LlamaConfig", "Qwen3Config", "Gemma3TextConfig")
 
 
 def env(
-    model: Annotated[str | None, typer.Argument(help=f"With --check: {MODEL}")] = None,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Prove all kinds of methods on a tiny model of MODEL's class, or of Llama's, "
-            "Qwen3's and Gemma 3's, and test the kernels where there is a GPU; the exit code is 1 "
-            "if something is wrong or cannot be proven.",
-        ),
-    ] = False,
-    as_json: Json = False,
+    model: str | None = argument(None, f"With --check: {options.MODEL}"),
+    check: bool = option(
+        False,
+        "Prove all kinds of methods on a tiny model of MODEL's class, or of Llama's, Qwen3's and "
+        "Gemma 3's, and test the kernels where there is a GPU; the exit code is 1 if something is "
+        "wrong or cannot be proven.",
+        "--check",
+    ),
+    as_json: options.Json = False,
 ) -> None:
     """Show versions and hardware, for a bug report, and whether patches are right on them.
 

@@ -3,94 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from rope_patch.cli import options
 from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
-from rope_patch.cli.options import (
-    Factor,
-    Json,
-    Length,
-    MeasuredLoadingOptions,
-    MethodOptions,
-    Model,
-    SampleOptions,
-    Seed,
-    TextOptions,
-    expand_groups,
-    parse_ints,
-    split_commas,
-)
+from rope_patch.cli.options import option
 from rope_patch.cli.runtime import command_line, requires_extra
 
 
-@expand_groups
 def evaluate(
     *,
-    model: Model,
-    method: Annotated[
-        list[str],
-        typer.Option(
-            help="A method, `none` for the model as it is, or the folder of a search's result; "
-            "several are compared."
-        ),
-    ],
-    factor: Factor = None,
-    length: Length = None,
-    lengths: Annotated[
-        str, typer.Option(help="Lengths of the retrieval samples, in tokens, by commas.")
-    ] = "4096,8192",
-    tasks: Annotated[
-        str,
-        typer.Option(
-            help="By commas: rp_ruler (RULER's 13 tasks), rp_hard (harder than needles), "
-            "rp_reasoning (graphs, dialogues, programs), their single tasks such as "
-            "rp_niah_single_2, each with _ll for the answer's likelihood in one forward "
-            "pass instead of generation, some with _mc for the choice among answers; "
-            "rp_short (ordinary tasks); perplexity, "
-            "key_tokens (LongPPL), sliding, speed; any task of lm-eval whose data is at hand."
-        ),
-    ] = "rp_niah_single_2,perplexity",
-    sample_options: SampleOptions,
-    controls: Annotated[
-        bool, typer.Option(help="Ask questions of texts without their answer, too.")
-    ] = False,
-    text_options: TextOptions,
-    perplexity_length: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a document; the longest of --lengths if left out."),
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Tokens in one point of the perplexity curve.", min=1)
-    ] = None,
-    control_context: Annotated[
-        int | None,
-        typer.Option(
-            help="Context of the control, in tokens; the trained length if left out.", min=2
-        ),
-    ] = None,
-    stride: Annotated[
-        int, typer.Option(help="Tokens scored in each window of sliding perplexity.", min=1)
-    ] = 256,
-    windows: Annotated[
-        int, typer.Option(help="Windows of sliding perplexity in each document.", min=1)
-    ] = 8,
-    short_samples: Annotated[
-        int, typer.Option(help="Samples of each ordinary short task.", min=1)
-    ] = 100,
-    method_options: MethodOptions,
-    loading: MeasuredLoadingOptions,
-    seed: Seed = 42,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            help="vllm: print the lm_eval commands that run the same tasks on vLLM, with the "
-            "methods as configs that it reads, instead of running anything."
-        ),
-    ] = None,
+    model: options.Model,
+    method: list[str] = option(
+        ...,
+        "A method, `none` for the model as it is, or the folder of a search's result; several are "
+        "compared.",
+    ),
+    factor: options.Factor = None,
+    length: options.Length = None,
+    lengths: str = option("4096,8192", "Lengths of the retrieval samples, in tokens, by commas."),
+    tasks: str = option(
+        "rp_niah_single_2,perplexity",
+        "By commas: rp_ruler (RULER's 13 tasks), rp_hard (harder than needles), rp_reasoning "
+        "(graphs, dialogues, programs), their single tasks such as rp_niah_single_2, each with _ll "
+        "for the answer's likelihood in one forward pass instead of generation, some with _mc for "
+        "the choice among answers; rp_short (ordinary tasks); perplexity, key_tokens (LongPPL), "
+        "sliding, speed; any task of lm-eval whose data is at hand.",
+    ),
+    sample_options: options.SampleOptions,
+    controls: bool = option(False, "Ask questions of texts without their answer, too."),
+    text_options: options.TextOptions,
+    perplexity_length: int | None = option(
+        None, "Tokens of a document; the longest of --lengths if left out."
+    ),
+    window: int | None = option(None, "Tokens in one point of the perplexity curve.", min=1),
+    control_context: int | None = option(
+        None, "Context of the control, in tokens; the trained length if left out.", min=2
+    ),
+    stride: int = option(256, "Tokens scored in each window of sliding perplexity.", min=1),
+    windows: int = option(8, "Windows of sliding perplexity in each document.", min=1),
+    short_samples: int = option(100, "Samples of each ordinary short task.", min=1),
+    method_options: options.MethodOptions,
+    loading: options.MeasuredLoadingOptions,
+    seed: options.Seed = 42,
+    engine: str | None = option(
+        None,
+        "vllm: print the lm_eval commands that run the same tasks on vLLM, with the methods as "
+        "configs that it reads, instead of running anything.",
+    ),
     out: Folder = Path("out"),
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure methods on a model, and write a report.
 
@@ -105,9 +67,9 @@ def evaluate(
       rope-patch eval ./my-model --method yarn --factor 4 --tasks perplexity --text book.txt
       rope-patch eval ./my-model --method none,yarn --factor 4 --tasks rp_ruler --precision 0.05
     """
-    options: dict[str, Any] = {
+    parsed: dict[str, Any] = {
         **parse_methods(method, method_options.trained_length, method_options.start),
-        "lengths": tuple(parse_ints("lengths", lengths, minimum=1)),
+        "lengths": tuple(options.parse_ints("lengths", lengths, minimum=1)),
         **sample_options.arguments(),
         **text_options.arguments(),
         **method_options.arguments(),
@@ -119,7 +81,7 @@ def evaluate(
         model=model,
         factor=factor,
         length=length,
-        tasks=tuple(split_commas(tasks)),
+        tasks=tuple(options.split_commas(tasks)),
         controls=controls,
         perplexity_length=perplexity_length,
         window=window,
@@ -130,7 +92,7 @@ def evaluate(
         seed=seed,
         folder=out,
         command=command_line(),
-        **options,
+        **parsed,
     )
     if engine is None:
         run_and_report(request, as_json)

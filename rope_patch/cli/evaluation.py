@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_patch.cli.options import split_commas
-from rope_patch.cli.runtime import VERDICT, handle_interrupt, requires_extra, show
+from rope_patch.cli import options
+from rope_patch.cli.runtime import VERDICT, handle_interrupt, requires_extra, show, show_report
 from rope_patch.methods import list_methods
 
 if TYPE_CHECKING:
@@ -25,10 +25,7 @@ def run_and_report(request: EvalRequest, as_json: bool) -> None:
 
     with handle_interrupt():
         results = evaluate(request, None if as_json else show)
-    if as_json:
-        print((request.folder / "report.json").read_text(encoding="utf-8"), end="")
-    else:
-        print(f"\n{request.folder / 'report.html'}")
+    show_report(request.folder, as_json)
     if find_gaps(results):  # the report and stderr name them
         raise typer.Exit(VERDICT)
 
@@ -47,7 +44,7 @@ def parse_methods(words: list[str], trained_length: int | None, start: str) -> d
     """
     names: list[str] = []
     arguments: dict[str, dict[str, Any]] = {}
-    for word in split_commas(",".join(words)):
+    for word in options.split_commas(",".join(words)):
         if word in list_methods() or not (Path(word).exists() or "/" in word):
             names.append(word)
             continue

@@ -2,61 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from rope_patch.cli.options import (
-    Factor,
-    Json,
-    Length,
-    Model,
-    Option,
-    Start,
-    TrainedLength,
-    parse_options,
-)
-from rope_patch.cli.runtime import show
+from rope_patch.cli import options
+from rope_patch.cli.options import option
+from rope_patch.cli.runtime import show, show_result
 
 logger = logging.getLogger("rope_patch")
 
 
 def export(
-    model: Model,
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="transformers (5), transformers4, vllm, sglang, llama.cpp or mlx; or the trainers "
-            "axolotl and llama-factory."
-        ),
-    ],
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="What to apply; else what the model's own config or rope_patch.json says."
-        ),
-    ] = None,
-    factor: Factor = None,
-    length: Length = None,
-    trained_length: TrainedLength = None,
-    start: Start = "auto",
-    option: Option = None,
-    found: Annotated[
-        str | None,
-        typer.Option(help="What to apply: the folder of a `rope-patch search`, not a method."),
-    ] = None,
-    write: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Make this folder for llama.cpp's converter: links to the model's files, with the "
-            "fields, and the stretches pair by pair if there are any.",
-        ),
-    ] = None,
-    as_json: Json = False,
+    model: options.Model,
+    engine: str = option(
+        ...,
+        "transformers (5), transformers4, vllm, sglang, llama.cpp or mlx; or the trainers axolotl "
+        "and llama-factory.",
+    ),
+    method: str | None = option(
+        None, "What to apply; else what the model's own config or rope_patch.json says."
+    ),
+    factor: options.Factor = None,
+    length: options.Length = None,
+    trained_length: options.TrainedLength = None,
+    start: options.Start = "auto",
+    method_option: options.MethodOption = None,
+    found: str | None = option(
+        None, "What to apply: the folder of a `rope-patch search`, not a method."
+    ),
+    write: str | None = option(
+        None,
+        "Make this folder for llama.cpp's converter: links to the model's files, with the fields, "
+        "and the stretches pair by pair if there are any.",
+        metavar="FOLDER",
+    ),
+    as_json: options.Json = False,
 ) -> None:
     """Show what makes another engine rotate alike.
 
@@ -82,7 +63,7 @@ def export(
         atomic_files.require_new_folder(write, "the converter's files")
     path = demo.resolve_model_path(model)
     request: dict[str, Any] = {"factor": factor, "length": length, "trained_length": trained_length}
-    request |= parse_options(option)
+    request |= options.parse_options(method_option)
     method_keywords = [name for name, value in request.items() if value is not None]
     if found is not None and (method is not None or method_keywords):
         raise ValueError("--found says it all: leave --method and what goes with it out")
@@ -104,7 +85,7 @@ def export(
     if write is not None:
         write_folder(exported_form, path, write)
         logger.info("for llama.cpp's converter: %s", write)
-    show(json.dumps(exported_form.to_dict(), indent=1) if as_json else exported_form)
+    show_result(exported_form, as_json)
     if engine == "vllm" and not as_json:
         show(f"  to type:\n    {shlex.join(['vllm', 'serve', path, *exported_form.arguments])}")
 

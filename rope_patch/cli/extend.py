@@ -2,91 +2,57 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from rope_patch.cli.options import (
-    DeviceMap,
-    Dtype,
-    Json,
-    Model,
-    Seed,
-    Start,
-    TrainedLength,
-    parse_options,
-)
-from rope_patch.cli.runtime import (
-    command_line,
-    handle_interrupt,
-    requires_extra,
-    show,
-    silence_patch_log,
-)
+from rope_patch.cli import options
+from rope_patch.cli.options import option
+from rope_patch.cli.runtime import command_line, show_result, study
 
 NOTHING_SHOWN = 3  # the exit code if no method is shown to help
 
 
 def extend(
-    model: Model,
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="4x|TOKENS", help="The target: a factor, or tokens such as 32768 or 32k."
-        ),
-    ],
-    budget: Annotated[
-        str,
-        typer.Option(
-            help="Wall time of all steps together, such as 8h, 90m or 1h30m. What does not fit is "
-            "left out, and the card says so."
-        ),
-    ] = "8h",
-    train: Annotated[
-        bool,
-        typer.Option(
-            "--train",
-            help="Fine-tune as well, if memory and the budget allow it: all weights, or LoRA where "
-            "they do not fit. A trained model is published only if it is shown to be better than "
-            "the rotation alone.",
-        ),
-    ] = False,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Documents to train on, as the key `data` of a recipe: a file, a folder, "
-            "hub:NAME; several. Left out: the novels of the package that are not measured on."
-        ),
-    ] = None,
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Another key of a recipe for --train (`finetune --keys`), such as "
-            "learning_rate=1e-5; several.",
-        ),
-    ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What questions and documents are made of: a novel's name or a file; several."
-        ),
-    ] = None,
-    search: Annotated[
-        bool, typer.Option(help="Search as well, with what the recommendation leaves of its time.")
-    ] = True,
-    samples: Annotated[int, typer.Option(help="Samples of each kind, at most.")] = 96,
-    trained_length: TrainedLength = None,
-    start: Start = "auto",
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    out: Annotated[Path, typer.Option(help="A new folder, or the one to continue in.")] = Path(
-        "out/extend"
+    model: options.Model,
+    to: str = option(
+        ..., "The target: a factor, or tokens such as 32768 or 32k.", metavar="4x|TOKENS"
     ),
-    seed: Seed = 42,
-    as_json: Json = False,
+    budget: str = option(
+        "8h",
+        "Wall time of all steps together, such as 8h, 90m or 1h30m. What does not fit is left out, "
+        "and the card says so.",
+    ),
+    train: bool = option(
+        False,
+        "Fine-tune as well, if memory and the budget allow it: all weights, or LoRA where they do "
+        "not fit. A trained model is published only if it is shown to be better than the rotation "
+        "alone.",
+        "--train",
+    ),
+    data: list[str] | None = option(
+        None,
+        "Documents to train on, as the key `data` of a recipe: a file, a folder, hub:NAME; "
+        "several. Left out: the novels of the package that are not measured on.",
+    ),
+    recipe: list[str] | None = option(
+        None,
+        "Another key of a recipe for --train (`finetune --keys`), such as learning_rate=1e-5; "
+        "several.",
+        metavar="KEY=VALUE",
+    ),
+    text: list[str] | None = option(
+        None, "What questions and documents are made of: a novel's name or a file; several."
+    ),
+    search: bool = option(True, "Search as well, with what the recommendation leaves of its time."),
+    samples: int = option(96, "Samples of each kind, at most."),
+    trained_length: options.TrainedLength = None,
+    start: options.Start = "auto",
+    dtype: options.Dtype = "auto",
+    device_map: options.DeviceMap = None,
+    out: Path = option(Path("out/extend"), "A new folder, or the one to continue in."),
+    seed: options.Seed = 42,
+    as_json: options.Json = False,
 ) -> None:
     """Take a checkpoint to a longer context, with the proof beside it.
 
@@ -104,8 +70,7 @@ def extend(
       rope-patch extend demo --to 2x --budget 1h --out out/smollm2-16k
       rope-patch extend ./my-model --to 32k --budget 8h --train --data ./long-documents
     """
-    silence_patch_log()
-    with requires_extra("extending needs", "all"), handle_interrupt():
+    with study("extending needs", "all"):
         from rope_patch.extending import extend
         from rope_patch.extending.request import PUBLISHED
 
@@ -116,7 +81,7 @@ def extend(
             budget=budget,
             train=train,
             data=data or (),
-            recipe=parse_options(recipe),
+            recipe=options.parse_options(recipe),
             texts=text or (),
             search=search,
             samples=samples,
@@ -127,6 +92,6 @@ def extend(
             seed=seed,
             command=command_line(),
         )
-    show(json.dumps(result.to_dict(), indent=1) if as_json else result)
+    show_result(result, as_json)
     if result.outcome != PUBLISHED:
         raise typer.Exit(NOTHING_SHOWN)

@@ -2,54 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from rope_patch.cli import options
+from rope_patch.cli.options import option
 from rope_patch.cli.runtime import handle_interrupt, requires_extra, show
+
+
+@dataclass(frozen=True)
+class _InspectionOptions(options.OptionGroup):
+    """What goes with --inspect-data."""
+
+    inspect_limit: int | None = option(None, "Read only so many documents of each source.", min=1)
+    duplicates: bool = option(
+        False, "Look for exact and near duplicates among them.", "--duplicates"
+    )
+    write_deduplicated: Path | None = option(
+        None,
+        "Write the documents that are no duplicates to a new folder, as JSON lines.",
+        metavar="FOLDER",
+    )
+    picture: Path | None = option(None, "Draw the histogram of lengths to an .svg or .png file.")
 
 
 def finetune(
     context: typer.Context,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="The recipe: a YAML file, or one of those that `recipes` lists."),
-    ] = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Say what memory it takes, and train nothing.")
-    ] = False,
-    keys: Annotated[bool, typer.Option("--keys", help="List every key a recipe can have.")] = False,
-    inspect_data: Annotated[
-        bool,
-        typer.Option(
-            "--inspect-data",
-            help="Read the recipe's data and say what they are: lengths, rows, duplicates. Trains "
-            "nothing.",
-        ),
-    ] = False,
-    inspect_limit: Annotated[
-        int | None,
-        typer.Option(help="Read only so many documents of each source.", min=1),
-    ] = None,
-    duplicates: Annotated[
-        bool,
-        typer.Option("--duplicates", help="Look for exact and near duplicates among them."),
-    ] = False,
-    write_deduplicated: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Write the documents that are no duplicates to a new folder, as JSON lines.",
-        ),
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Draw the histogram of lengths to an .svg or .png file."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The plan or the inspection as JSON on stdout.")
-    ] = False,
+    *,
+    config: Path | None = option(
+        None, "The recipe: a YAML file, or one of those that `recipes` lists."
+    ),
+    plan: bool = option(False, "Say what memory it takes, and train nothing.", "--plan"),
+    keys: bool = option(False, "List every key a recipe can have.", "--keys"),
+    inspect_data: bool = option(
+        False,
+        "Read the recipe's data and say what they are: lengths, rows, duplicates. Trains nothing.",
+        "--inspect-data",
+    ),
+    inspection: _InspectionOptions,
+    as_json: bool = option(False, "The plan or the inspection as JSON on stdout.", "--json"),
 ) -> None:
     """Fine-tune a model for a longer context by a recipe.
 
@@ -89,27 +82,23 @@ def finetune(
             print(f"{key:<{width}}  {about}{change}")
         return
     words = [] if config is None else ["--config", str(config)]
-    inspection_options = {
-        "--inspect-limit": inspect_limit is not None,
-        "--duplicates": duplicates,
-        "--write-deduplicated": write_deduplicated is not None,
-        "--picture": picture is not None,
-    }
     if inspect_data:
         if plan:
             raise ValueError("--inspect-data trains nothing: expected no --plan beside it")
         with handle_interrupt("--inspect-limit N reads fewer documents"):
             inspections = report.inspect_recipe(
                 parse_settings([*words, *context.args])[0],
-                limit=inspect_limit,
-                duplicates=duplicates,
-                clean_folder=write_deduplicated,
-                picture=picture,
+                limit=inspection.inspect_limit,
+                duplicates=inspection.duplicates,
+                clean_folder=inspection.write_deduplicated,
+                picture=inspection.picture,
             )
             show(report.format_inspections(inspections, as_json=as_json))
         return
-    for option in (option for option, given in inspection_options.items() if given):
-        raise ValueError(f"{option} is for --inspect-data: expected both, or neither")
+    for name, value in vars(inspection).items():
+        if value is not None and value is not False:
+            word = name.replace("_", "-")
+            raise ValueError(f"--{word} is for --inspect-data: expected both, or neither")
     flags = {"--plan": plan, "--json": as_json}
     words += [flag for flag, on in flags.items() if on]
     with handle_interrupt("--resume auto goes on from the last checkpoint"):

@@ -4,59 +4,43 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from rope_patch.cli.options import Json, split_commas
-from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
+from rope_patch.cli import options
+from rope_patch.cli.options import option
+from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra, show_report
 from rope_patch.utils.errors import Refused
 
 
 def lab(
-    encodings: Annotated[
-        str,
-        typer.Option(help="Which encodings, by commas; `all`, or names of `rope_patch.encode`."),
-    ] = "all",
-    length: Annotated[
-        int | None,
-        typer.Option(help="Trained length, in tokens.  [default: 256; 64 with --quick]"),
-    ] = None,
-    test: Annotated[
-        str | None,
-        typer.Option(
-            help="Test lengths, by commas, beginning with the trained one; once, twice, 4 and 8 "
-            "times that if left out."
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="text, recall or both, by commas.  [default: both; text with --quick]"),
-    ] = None,
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            help="Optimizer steps of every task, or of each: text=400,recall=1200, which is the "
-            "default."
-        ),
-    ] = None,
-    seeds: Annotated[
-        int, typer.Option(help="Trainings of each encoding on each task; 3 for a table to publish.")
-    ] = 1,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Text alone, 64 tokens and 200 steps, unless you name others."
-        ),
-    ] = False,
-    processes: Annotated[
-        int | None,
-        typer.Option(help="Trainings at the same time, a thread each.  [default: 2, or 1 core]"),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(help="Folder of the report, and of what a later run continues from.")
-    ] = Path("out/lab"),
-    as_json: Json = False,
+    encodings: str = option(
+        "all", "Which encodings, by commas; `all`, or names of `rope_patch.encode`."
+    ),
+    length: int | None = option(
+        None, "Trained length, in tokens.  [default: 256; 64 with --quick]"
+    ),
+    test: str | None = option(
+        None,
+        "Test lengths, by commas, beginning with the trained one; once, twice, 4 and 8 times that "
+        "if left out.",
+    ),
+    tasks: str | None = option(
+        None, "text, recall or both, by commas.  [default: both; text with --quick]"
+    ),
+    steps: str | None = option(
+        None,
+        "Optimizer steps of every task, or of each: text=400,recall=1200, which is the default.",
+    ),
+    seeds: int = option(1, "Trainings of each encoding on each task; 3 for a table to publish."),
+    quick: bool = option(
+        False, "Text alone, 64 tokens and 200 steps, unless you name others.", "--quick"
+    ),
+    processes: int | None = option(
+        None, "Trainings at the same time, a thread each.  [default: 2, or 1 core]"
+    ),
+    out: Path = option(
+        Path("out/lab"), "Folder of the report, and of what a later run continues from."
+    ),
+    as_json: options.Json = False,
 ) -> None:
     """Train a tiny decoder with each positional encoding, and test each beyond its length.
 
@@ -81,7 +65,7 @@ def lab(
     default_length = lab_settings.QUICK_LENGTH if quick else lab_settings.LENGTH
     settings = lab_settings.LabSettings(
         encodings=lab_settings.encoding_names(encodings),
-        tasks=tuple(split_commas(tasks or ("text" if quick else "text,recall"))),
+        tasks=tuple(options.split_commas(tasks or ("text" if quick else "text,recall"))),
         length=default_length if length is None else length,
         tests=() if test is None else tuple(_lengths(test)),
         text_steps=text_steps,
@@ -93,11 +77,8 @@ def lab(
         raise Refused(f"--processes must be at least 1, got {at_once}")
     with handle_interrupt():
         results = run_lab(settings, out, at_once, command_line())
-    page = write_report(results, out, None if as_json else print)
-    if as_json:
-        print((out / "report.json").read_text())
-    else:
-        print(f"\n{page}")
+    write_report(results, out, None if as_json else print)
+    show_report(out, as_json)
 
 
 def _lengths(text: str) -> list[int]:
@@ -107,7 +88,7 @@ def _lengths(text: str) -> list[int]:
         ValueError: One is no whole number.
     """
     try:
-        return [int(word) for word in split_commas(text)]
+        return [int(word) for word in options.split_commas(text)]
     except ValueError:
         raise Refused(
             f"--test takes lengths in tokens by commas, such as 256,512, got {text!r}"
@@ -124,7 +105,7 @@ def _steps(text: str | None, quick: bool) -> tuple[int, int]:
 
     given = {"text": QUICK_TEXT_STEPS if quick else TEXT_STEPS, "recall": RECALL_STEPS}
     if text is not None:
-        words = split_commas(text) if "=" in text else [f"{task}={text}" for task in TASKS]
+        words = options.split_commas(text) if "=" in text else [f"{task}={text}" for task in TASKS]
         for word in words:
             task, _, count = word.partition("=")
             if task not in given or not count.isdecimal():

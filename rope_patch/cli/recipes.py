@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+from rope_patch.cli.options import argument
 
 
 def recipes(
-    name: Annotated[
-        str | None, typer.Argument(help="Print this file, to be changed: NAME > my.yaml.")
-    ] = None,
+    name: str | None = argument(None, "Print this file, to be changed: NAME > my.yaml."),
 ) -> None:
     """List or print the recipes and launch files that come along.
 

@@ -2,71 +2,41 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from rope_patch.cli.options import (
-    Json,
-    LayerOptions,
-    LoadingOptions,
-    Model,
-    Seed,
-    StateFolder,
-    expand_groups,
-)
-from rope_patch.cli.runtime import (
-    command_line,
-    handle_interrupt,
-    requires_extra,
-    show,
-    silence_patch_log,
-)
+from rope_patch.cli import options
+from rope_patch.cli.options import option
+from rope_patch.cli.runtime import command_line, show_result, study
 
 
-@expand_groups
 def recommend(
     *,
-    model: Model,
-    length: Annotated[int, typer.Option(help="Target length in tokens.")],
-    minutes: Annotated[
-        float,
-        typer.Option(
-            help="Minutes for measuring, those of earlier runs in the same folder included.",
-        ),
-    ],
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What questions and documents are made of: a novel's name or a file; several. All "
-            "novels that come with the package if left out."
-        ),
-    ] = None,
-    samples: Annotated[
-        Path | None,
-        typer.Option(
-            help="Questions of your own instead: JSON lines with input_ids and labels (-100 where "
-            "nothing is scored). Those longer than the trained length show what is gained, the "
-            "others what it costs."
-        ),
-    ] = None,
-    short_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of what is measured within the trained length; half of that if left out."
-        ),
-    ] = None,
-    most: Annotated[int, typer.Option(help="Samples of each kind, at most.")] = 96,
-    search: Annotated[
-        bool, typer.Option(help="Search as well, with what is left of the time.")
-    ] = True,
-    out: StateFolder = Path("out/recommend"),
-    layers: LayerOptions,
-    loading: LoadingOptions,
-    seed: Seed = 42,
-    as_json: Json = False,
+    model: options.Model,
+    length: int = option(..., "Target length in tokens."),
+    minutes: float = option(
+        ..., "Minutes for measuring, those of earlier runs in the same folder included."
+    ),
+    text: list[str] | None = option(
+        None,
+        "What questions and documents are made of: a novel's name or a file; several. All novels "
+        "that come with the package if left out.",
+    ),
+    samples: Path | None = option(
+        None,
+        "Questions of your own instead: JSON lines with input_ids and labels (-100 where nothing "
+        "is scored). Those longer than the trained length show what is gained, the others what it "
+        "costs.",
+    ),
+    short_length: int | None = option(
+        None, "Tokens of what is measured within the trained length; half of that if left out."
+    ),
+    most: int = option(96, "Samples of each kind, at most."),
+    search: bool = option(True, "Search as well, with what is left of the time."),
+    out: options.StateFolder = Path("out/recommend"),
+    layers: options.LayerOptions,
+    loading: options.LoadingOptions,
+    seed: options.Seed = 42,
+    as_json: options.Json = False,
 ) -> None:
     """Measure on a model which method to use at a length.
 
@@ -81,8 +51,7 @@ def recommend(
       rope-patch recommend demo --length 16384 --minutes 60
       rope-patch recommend ./my-model --length 32768 --minutes 20 --no-search
     """
-    silence_patch_log()
-    with requires_extra("recommending needs", "search"), handle_interrupt():
+    with study("recommending needs", "search"):
         from rope_patch.recommending import recommend
         from rope_patch.recommending.result import MARKDOWN_FILE
 
@@ -101,7 +70,4 @@ def recommend(
             **layers.arguments(),
             **loading.arguments(),
         )
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=1))
-    else:
-        show(f"{result}\n\n{out / MARKDOWN_FILE}")
+    show_result(result, as_json, out / MARKDOWN_FILE)

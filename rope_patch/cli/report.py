@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from rope_patch.cli.options import Json
-from rope_patch.cli.runtime import VERDICT, requires_extra, show
+from rope_patch.cli import options
+from rope_patch.cli.options import argument, option
+from rope_patch.cli.runtime import VERDICT, requires_extra, show, show_report
 
 if TYPE_CHECKING:
     from rope_patch.evaluation.results_schema import RunRecord
@@ -18,25 +19,18 @@ logger = logging.getLogger("rope_patch")
 
 
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(help="Folders of runs, or their report.json; several side by side."),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the report; the run's own if there is one run.")
-    ] = None,
-    trained: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[LABEL=]FOLDER",
-            help=(
-                "A run of the same questions on weights that were trained further: it is compared "
-                "with the others question by question, as a method named LABEL (left out: the "
-                "folder's name); several."
-            ),
-        ),
-    ] = None,
-    as_json: Json = False,
+    runs: list[Path] = argument(
+        ..., "Folders of runs, or their report.json; several side by side."
+    ),
+    out: Path | None = option(None, "Folder for the report; the run's own if there is one run."),
+    trained: list[str] | None = option(
+        None,
+        "A run of the same questions on weights that were trained further: it is compared with the "
+        "others question by question, as a method named LABEL (left out: the folder's name); "
+        "several.",
+        metavar="[LABEL=]FOLDER",
+    ),
+    as_json: options.Json = False,
 ) -> None:
     """Write a report again, or one report of several runs.
 
@@ -64,14 +58,11 @@ def report(
     with atomic_files.add_write_advice(
         "The saved results are as they were: REMEDY, or give another folder"
     ):
-        page = reporting.write_report(results[0] if len(results) == 1 else results, folder, shown)
+        reporting.write_report(results[0] if len(results) == 1 else results, folder, shown)
     missing = [gap for result in results for gap in verdict.find_gaps(result)]
     if missing:
         logger.error(verdict.gap_sentence(missing))
-    if as_json:
-        print((folder / "report.json").read_text(encoding="utf-8"))
-    else:
-        print(f"\n{page}")
+    show_report(folder, as_json)
     if missing:
         raise typer.Exit(VERDICT)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shlex
@@ -11,7 +12,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
+from typing import Any, Protocol
 
 from rope_patch.utils.errors import printable
 
@@ -62,9 +65,45 @@ def handle_interrupt(hint: str = "the same command continues from here") -> Iter
         raise typer.Exit(EXIT_CODE) from None
 
 
+@contextlib.contextmanager
+def study(subject: str, extra: str) -> Iterator[None]:
+    """Run a study, which patches hundreds of candidates and continues where it was stopped.
+
+    Args:
+        subject: See `requires_extra`.
+        extra: See `requires_extra`.
+    """
+    if logger.level == logging.INFO:
+        logger.setLevel(logging.WARNING)  # hides the log of each patch
+    with requires_extra(subject, extra), handle_interrupt():
+        yield
+
+
 def show(text: object) -> None:
     """Print a result, whose words may be those of others, without what controls a terminal."""
     print(printable(text))
+
+
+class Result(Protocol):
+    """A result with data for JSON; its text is for people."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def show_result(result: Result, as_json: bool, file: Path | None = None) -> None:
+    """Print a result: its text, with the file that holds it, or its data as strict JSON."""
+    if as_json:
+        show(json.dumps(result.to_dict(), indent=1, allow_nan=False))
+    else:
+        show(result if file is None else f"{result}\n\n{file}")
+
+
+def show_report(folder: Path, as_json: bool) -> None:
+    """Print where the page of a written report is, or the report as JSON."""
+    if as_json:
+        print((folder / "report.json").read_text(encoding="utf-8"))
+    else:
+        print(f"\n{folder / 'report.html'}")
 
 
 def command_line() -> str:
@@ -169,12 +208,6 @@ def be_quiet(on: bool = True) -> None:
         logger.setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
         _set(_HIDE_BARS | _ERRORS_ONLY)
-
-
-def silence_patch_log() -> None:
-    """Hide the log of each patch, for commands that patch hundreds of candidates."""
-    if logger.level == logging.INFO:
-        logger.setLevel(logging.WARNING)
 
 
 def _set(variables: dict[str, str]) -> None:

@@ -2,106 +2,67 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from rope_patch.cli.options import (
-    Factor,
-    Json,
-    LayerOptions,
-    Length,
-    LoadingOptions,
-    Model,
-    Seed,
-    StateFolder,
-    expand_groups,
-    parse_options,
-)
-from rope_patch.cli.runtime import (
-    command_line,
-    handle_interrupt,
-    requires_extra,
-    show,
-    silence_patch_log,
-)
+from rope_patch.cli import options
+from rope_patch.cli.options import option
+from rope_patch.cli.runtime import command_line, show_result, study
 
 
-@expand_groups
 def search(
     *,
-    model: Model,
-    length: Length = None,
-    factor: Factor = None,
-    strategy: Annotated[
-        str,
-        typer.Option(
-            help="How to search: curve (few numbers, Bayesian optimisation), longrope2 or longrope "
-            "(evolution, a number for each pair), yarn-rcd or ntk-rcd (about ten critical "
-            "dimensions)."
-        ),
-    ] = "curve",
-    evaluations: Annotated[int, typer.Option(help="Candidates to measure, at most.")] = 200,
-    fitness: Annotated[
-        str | None,
-        typer.Option(
-            help="What is to be small: the loss of answers to `needles`, of `documents`, `both`, "
-            "or of `recall`, word pairs for models of a short context. needles if left out, or "
-            "recall where they do not fit into the trained length."
-        ),
-    ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What samples are made of: a novel's name or a file; several. All novels that "
-            "come with the package if left out."
-        ),
-    ] = None,
-    count: Annotated[
-        int | None, typer.Option(help="Samples that each candidate is measured on.")
-    ] = None,
-    held_out: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NUMBER|FILE",
-            help="Other samples, for the final numbers: how many, or with --samples a file of "
-            "them. Twice --count if left out.",
-        ),
-    ] = None,
-    samples: Annotated[
-        Path | None,
-        typer.Option(
-            help="Samples of your own instead: JSON lines with input_ids and labels (-100 where "
-            "nothing is scored), longer than the trained length."
-        ),
-    ] = None,
-    short: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --samples: others within the trained length, on which the model must show "
-            "that it can do the task at all."
-        ),
-    ] = None,
-    out: StateFolder = Path("out/search"),
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="An .svg or .png file that is drawn again while the search runs."),
-    ] = None,
-    layers: LayerOptions,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            metavar="KEY=VALUE",
-            help="An option of the way to search: for longrope start_tokens=false, so that any "
-            "engine can be told what is found.",
-        ),
-    ] = None,
-    loading: LoadingOptions,
-    seed: Seed = 42,
-    as_json: Json = False,
+    model: options.Model,
+    length: options.Length = None,
+    factor: options.Factor = None,
+    strategy: str = option(
+        "curve",
+        "How to search: curve (few numbers, Bayesian optimisation), longrope2 or longrope "
+        "(evolution, a number for each pair), yarn-rcd or ntk-rcd (about ten critical dimensions).",
+    ),
+    evaluations: int = option(200, "Candidates to measure, at most."),
+    fitness: str | None = option(
+        None,
+        "What is to be small: the loss of answers to `needles`, of `documents`, `both`, or of "
+        "`recall`, word pairs for models of a short context. needles if left out, or recall where "
+        "they do not fit into the trained length.",
+    ),
+    text: list[str] | None = option(
+        None,
+        "What samples are made of: a novel's name or a file; several. All novels that come with "
+        "the package if left out.",
+    ),
+    count: int | None = option(None, "Samples that each candidate is measured on."),
+    held_out: str | None = option(
+        None,
+        "Other samples, for the final numbers: how many, or with --samples a file of them. Twice "
+        "--count if left out.",
+        metavar="NUMBER|FILE",
+    ),
+    samples: Path | None = option(
+        None,
+        "Samples of your own instead: JSON lines with input_ids and labels (-100 where nothing is "
+        "scored), longer than the trained length.",
+    ),
+    short: Path | None = option(
+        None,
+        "With --samples: others within the trained length, on which the model must show that it "
+        "can do the task at all.",
+    ),
+    out: options.StateFolder = Path("out/search"),
+    picture: Path | None = option(
+        None, "An .svg or .png file that is drawn again while the search runs."
+    ),
+    layers: options.LayerOptions,
+    strategy_option: list[str] | None = option(
+        None,
+        "An option of the way to search: for longrope start_tokens=false, so that any engine can "
+        "be told what is found.",
+        "--option",
+        metavar="KEY=VALUE",
+    ),
+    loading: options.LoadingOptions,
+    seed: options.Seed = 42,
+    as_json: options.Json = False,
 ) -> None:
     """Search the best frequencies for one checkpoint at a length.
 
@@ -125,8 +86,7 @@ def search(
         require_plot_path(picture)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: expected a folder, made if it is missing")
-    silence_patch_log()
-    with requires_extra("searching needs", "search"), handle_interrupt():
+    with study("searching needs", "search"):
         from rope_patch.searching import search
         from rope_patch.searching.sample_sets import DEFAULT_COUNT
 
@@ -148,12 +108,9 @@ def search(
             command=command_line(),
             **layers.arguments(),
             **loading.arguments(),
-            **parse_options(option),
+            **options.parse_options(strategy_option),
         )
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=1, allow_nan=False))
-    else:
-        show(f"{result}\n\n{out / 'found.json'}")
+    show_result(result, as_json, out / "found.json")
 
 
 def _parse_held_out(value: str | None) -> int | str | None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
+from rope_patch.cli.options import option
 from rope_patch.cli.runtime import requires_extra
 
 
 def tasks(
-    path: Annotated[
-        bool, typer.Option("--path", help="Print their folder, for lm_eval --include_path.")
-    ] = False,
+    path: bool = option(False, "Print their folder, for lm_eval --include_path.", "--path"),
 ) -> None:
     """List the retrieval tasks that eval and lm-eval take.
 

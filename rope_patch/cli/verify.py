@@ -2,62 +2,37 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
-
 import typer
 
-from rope_patch.cli.options import (
-    Factor,
-    Json,
-    LayerOptions,
-    Length,
-    LoadingOptions,
-    Option,
-    Seed,
-    expand_groups,
-    parse_options,
-)
-from rope_patch.cli.runtime import show
+from rope_patch.cli import options
+from rope_patch.cli.options import argument, option
+from rope_patch.cli.runtime import show_result
 
 
-@expand_groups
 def verify(
     *,
-    url: Annotated[
-        str,
-        typer.Argument(help="The engine's address, as http://HOST:PORT, or a folder or GGUF file."),
-    ],
-    against: Annotated[
-        str, typer.Option(help="What it serves: a model's folder, a name on the Hub, or `demo`.")
-    ],
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="How it should rotate; left out: as the model's config or rope_patch.json says."
-        ),
-    ] = None,
-    factor: Factor = None,
-    length: Length = None,
-    option: Option = None,
-    layers: LayerOptions,
-    engine: Annotated[
-        str, typer.Option(help="The engine's API: auto, openai, llama.cpp or sglang.")
-    ] = "auto",
-    served_model: Annotated[
-        str | None, typer.Option(help="The served model's name, where a server has several.")
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of the longest prompt; a little more than the trained length unless "
-            "given, at most 4,096.",
-        ),
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="Time budget.")] = 600.0,
-    seed: Seed = 0,
-    loading: LoadingOptions,
-    as_json: Json = False,
+    url: str = argument(
+        ..., "The engine's address, as http://HOST:PORT, or a folder or GGUF file."
+    ),
+    against: str = option(..., "What it serves: a model's folder, a name on the Hub, or `demo`."),
+    method: str | None = option(
+        None, "How it should rotate; left out: as the model's config or rope_patch.json says."
+    ),
+    factor: options.Factor = None,
+    length: options.Length = None,
+    method_option: options.MethodOption = None,
+    layers: options.LayerOptions,
+    engine: str = option("auto", "The engine's API: auto, openai, llama.cpp or sglang."),
+    served_model: str | None = option(None, "The served model's name, where a server has several."),
+    tokens: int | None = option(
+        None,
+        "Tokens of the longest prompt; a little more than the trained length unless given, at most "
+        "4,096.",
+    ),
+    seconds: float = option(600.0, "Time budget."),
+    seed: options.Seed = 0,
+    loading: options.LoadingOptions,
+    as_json: options.Json = False,
 ) -> None:
     """Find out whether a running engine rotates as asked, from its log-probabilities.
 
@@ -86,10 +61,7 @@ def verify(
         seed=seed,
         **layers.arguments(),
         **loading.arguments(),
-        **parse_options(option),
+        **options.parse_options(method_option),
     )
-    if as_json:
-        print(json.dumps(verification.to_dict(), indent=1, allow_nan=False))
-    else:
-        show(verification)
+    show_result(verification, as_json)
     raise typer.Exit(verification.exit_code)
