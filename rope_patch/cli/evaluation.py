@@ -21,7 +21,7 @@ def run_and_report(request: EvalRequest, as_json: bool) -> None:
     """Run an evaluation and print its report; exit with 1 if a part of it is missing."""
     with requires_extra("evaluation needs", "eval"):
         from rope_patch.evaluation.pipeline import evaluate
-        from rope_patch.evaluation.report.verdict import find_gaps
+        from rope_patch.evaluation.report.conclusions import find_gaps
 
     with handle_interrupt():
         results = evaluate(request, None if as_json else show)

@@ -34,7 +34,7 @@ front(
         "report.tables": (
             "accuracy_tables can_tell cost_table heat_maps retention_table short_table"
         ),
-        "report.verdict": "find_gaps gap_sentence headline is_shown_to_help Ranking",
+        "report.conclusions": "find_gaps gap_sentence headline is_shown_to_help Ranking",
         "report.vllm_commands": "config_overrides engine_commands",
         "report.writer": "write_report",
         "request": "EvalRequest",

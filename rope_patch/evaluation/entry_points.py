@@ -35,8 +35,8 @@ class Evaluation:
     @property
     def verdict(self) -> str:
         """Return the sentence at the top of the report."""
+        from rope_patch.evaluation.report.conclusions import Ranking, headline
         from rope_patch.evaluation.report.results.run_statistics import RunStatistics
-        from rope_patch.evaluation.report.verdict import Ranking, headline
 
         stats = RunStatistics(self.results)
         return headline(stats, Ranking(stats))

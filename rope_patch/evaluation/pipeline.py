@@ -13,7 +13,7 @@ from rope_patch.evaluation.decision_plan import log_plan
 from rope_patch.evaluation.measures import external_tasks, lm_eval_tasks, speed
 from rope_patch.evaluation.measures.external_tasks import ExternalResults
 from rope_patch.evaluation.perplexity_run import PerplexityRun
-from rope_patch.evaluation.report.verdict import find_gaps, gap_sentence
+from rope_patch.evaluation.report.conclusions import find_gaps, gap_sentence
 from rope_patch.evaluation.request import BASELINE, SPEED, EvalRequest, check_request
 from rope_patch.evaluation.results_schema import (
     CostRecord,

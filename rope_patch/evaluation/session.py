@@ -1,4 +1,4 @@
-"""The session: the evaluated model under one method after another, and cached computations."""
+"""The session: the model under one method after another, and what a killed run had computed."""
 
 from __future__ import annotations
 

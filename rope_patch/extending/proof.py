@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from rope_patch.evaluation import pipeline
 from rope_patch.evaluation.profiles import fit_tasks
+from rope_patch.evaluation.report.conclusions import Ranking, is_shown_to_help, verdict_sentence
 from rope_patch.evaluation.report.merging import add_other_weights
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.summary import summary_table
 from rope_patch.evaluation.report.table import Table, p_text
-from rope_patch.evaluation.report.verdict import Ranking, is_shown_to_help, verdict_sentence
 from rope_patch.evaluation.report.writer import write_report
 from rope_patch.evaluation.request import BASELINE, PERPLEXITY, SHORT, EvalRequest
 from rope_patch.evaluation.results_schema import RunRecord

@@ -128,7 +128,7 @@ DEFECTS = [
         '"looks": max((first.get("looks") or [], second.get("looks") or []), key=len),',
         '"looks": first.get("looks") or [],',
         (
-            "tests/evaluation/report/test_verdict.py::test_runs_that_are_merged_are_corrected_for_the_more_looks",
+            "tests/evaluation/report/test_conclusions.py::test_runs_that_are_merged_are_corrected_for_the_more_looks",
         ),
     ),
     Defect(
@@ -180,7 +180,7 @@ DEFECTS = [
         '            (question_of(s["task"]), s["length"], s["text"]),\n',
         '            (s["task"], s["length"], s["id"]),\n',
         (
-            "tests/evaluation/report/test_verdict.py::test_questions_about_one_text_are_one_piece_of_evidence",
+            "tests/evaluation/report/test_conclusions.py::test_questions_about_one_text_are_one_piece_of_evidence",
         ),
     ),
     Defect(
@@ -188,11 +188,11 @@ DEFECTS = [
         _LIKELIHOOD,
         "return {label: Verdict(test, adjusted[label], level) for",
         "return {label: Verdict(test, test.p_value, level) for",
-        ("tests/evaluation/report/test_verdict.py::test_methods_are_one_family_at_the_length",),
+        ("tests/evaluation/report/test_conclusions.py::test_methods_are_one_family_at_the_length",),
     ),
     Defect(
         "the best of many methods is named though others are not shown to be worse",
-        "rope_patch/evaluation/report/verdict.py",
+        "rope_patch/evaluation/report/conclusions.py",
         "        if length is None or self.best is None or self.rivals:\n",
         "        if length is None or self.best is None:\n",
         (
@@ -201,7 +201,7 @@ DEFECTS = [
     ),
     Defect(
         "methods are ranked by few right answers, where likelihoods tell them apart",
-        "rope_patch/evaluation/report/verdict.py",
+        "rope_patch/evaluation/report/conclusions.py",
         "            return (loss.mean.estimate if loss else math.inf, within)\n",
         "            accuracy = stats.accuracy(label, None, (length,))\n"
         "            return (-accuracy.estimate if accuracy else 0.0, within)\n",
@@ -211,23 +211,23 @@ DEFECTS = [
     ),
     Defect(
         "a method helps though its answers are no likelier than without them in the text",
-        "rope_patch/evaluation/report/verdict.py",
+        "rope_patch/evaluation/report/conclusions.py",
         "    return is_better and (stats.floor is None or stats.reads_answers(label, length))\n",
         "    return is_better\n",
         (
-            "tests/evaluation/report/test_verdict.py::test_answers_are_held_against_questions_without_them",
+            "tests/evaluation/report/test_conclusions.py::test_answers_are_held_against_questions_without_them",
         ),
     ),
     Defect(
         "the headline recommends a method whose answers are no likelier than without the text",
-        "rope_patch/evaluation/report/verdict.py",
+        "rope_patch/evaluation/report/conclusions.py",
         "    if stats.floor is not None and not stats.reads_answers(best, length):\n",
         "    if False:\n",
         ("tests/evaluation/report/test_recorded_texts.py::test_sentences_of_each_kind_of_result",),
     ),
     Defect(
         "an undecided headline names the best method where the plain model leads",
-        "rope_patch/evaluation/report/verdict.py",
+        "rope_patch/evaluation/report/conclusions.py",
         'leader = who if difference.estimate < 0 else "the plain model"',
         "leader = who",
         ("tests/evaluation/report/test_recorded_texts.py::test_sentences_of_each_kind_of_result",),
@@ -238,7 +238,7 @@ DEFECTS = [
         "            return Outcome.TOO_FEW_TEXTS\n",
         "            return Outcome.NOT_TOLD_APART\n",
         (
-            "tests/evaluation/report/test_verdict.py::test_nothing_is_shown_with_fewer_texts_than_decide",
+            "tests/evaluation/report/test_conclusions.py::test_nothing_is_shown_with_fewer_texts_than_decide",
         ),
     ),
     Defect(
@@ -247,7 +247,7 @@ DEFECTS = [
         "        adjusted = statistics.holm([test.p_value for test in tests.values()])\n",
         "        adjusted = [test.p_value for test in tests.values()]\n",
         (
-            "tests/evaluation/report/test_verdict.py::test_short_tasks_are_tested_together_and_corrected_over_the_methods",
+            "tests/evaluation/report/test_conclusions.py::test_short_tasks_are_tested_together_and_corrected_over_the_methods",
         ),
     ),
     Defect(
@@ -255,7 +255,7 @@ DEFECTS = [
         "rope_patch/evaluation/report/results/retrieval.py",
         "        return statistics.look_factor(self.looks)\n",
         "        return 1\n",
-        ("tests/evaluation/report/test_verdict.py::test_looks_at_growing_data_are_corrected",),
+        ("tests/evaluation/report/test_conclusions.py::test_looks_at_growing_data_are_corrected",),
     ),
     Defect(
         "a run that looks at too few texts to decide spends a look",

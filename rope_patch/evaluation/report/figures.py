@@ -33,11 +33,11 @@ from matplotlib.ticker import (
 )
 from matplotlib.transforms import ScaledTranslation
 
+from rope_patch.evaluation.report.conclusions import BEST, MAX_ROWS, PLAIN, REST, Ranking
 from rope_patch.evaluation.report.results.perplexity import Curve
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.table import CONTROL, Table, filter_mark, one_line
 from rope_patch.evaluation.report.tables import controls, heat_maps, uniform_tasks
-from rope_patch.evaluation.report.verdict import BEST, MAX_ROWS, PLAIN, REST, Ranking
 from rope_patch.utils.figures import FONT, PALETTE, PAPER, STYLE, canvas, legend_label
 
 # Heat maps from nothing found to everything found, on any background.

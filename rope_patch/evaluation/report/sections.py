@@ -9,11 +9,11 @@ from typing import Any
 from rope_patch import tasks
 from rope_patch.evaluation.report import figures
 from rope_patch.evaluation.report import tables as report_tables
+from rope_patch.evaluation.report.conclusions import MAX_ROWS, Ranking, find_gaps
 from rope_patch.evaluation.report.figures import Picture
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import Table, filter_mark, one_line
-from rope_patch.evaluation.report.verdict import MAX_ROWS, Ranking, find_gaps
 from rope_patch.tasks import CHOICE, LIKELIHOOD
 
 _ACCURACY = (

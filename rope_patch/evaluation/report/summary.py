@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from rope_patch.evaluation.report.conclusions import Ranking, likelihood_sentences, method_row
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import (
@@ -43,7 +44,6 @@ from rope_patch.evaluation.report.tables import (
     size_text,
     time_ratio_cell,
 )
-from rope_patch.evaluation.report.verdict import Ranking, likelihood_sentences, method_row
 from rope_patch.statistics import Interval
 
 _MAX_LISTED = 4  # items of a list before "the tables show N more"; methods with sentences on costs

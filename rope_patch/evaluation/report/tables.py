@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from rope_patch.evaluation.report.conclusions import PLAIN, correction_text, method_row
 from rope_patch.evaluation.report.results.perplexity import Curve
 from rope_patch.evaluation.report.results.retrieval import RULER_TASKS, THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
@@ -32,7 +33,6 @@ from rope_patch.evaluation.report.table import (
     ratio_cell,
     ratio_column,
 )
-from rope_patch.evaluation.report.verdict import PLAIN, correction_text, method_row
 from rope_patch.evaluation.results_schema import HarnessRecord, ShortRecord
 from rope_patch.statistics import SIGNIFICANCE_LEVEL, ClusteredMean, Interval, PairedTest
 from rope_patch.tasks import CHOICE, LIKELIHOOD

@@ -14,12 +14,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from rope_patch.evaluation.report import figures, summary
+from rope_patch.evaluation.report.conclusions import Ranking, find_gaps, gap_sentence, headline
 from rope_patch.evaluation.report.merging import merge_runs
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.sections import sections
 from rope_patch.evaluation.report.summary import summary_sentences, summary_table, summary_warnings
 from rope_patch.evaluation.report.table import Row, filter_mark, one_line
-from rope_patch.evaluation.report.verdict import Ranking, find_gaps, gap_sentence, headline
 from rope_patch.evaluation.results_schema import (
     DocumentRecord,
     GeometryRecord,
