@@ -87,11 +87,7 @@ def main(
 
 
 def _earlier_rows(out: Path | None, request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the pieces that an earlier run stored.
-
-    Raises:
-        ValueError: They are of another request.
-    """
+    """Return the rows that an earlier run of the same request stored."""
     if out is None or not out.exists():
         return []
     report = json.loads(out.read_text())

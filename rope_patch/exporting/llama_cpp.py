@@ -116,12 +116,7 @@ def export(target: Target) -> Export:
 
 
 def _are_fields_written(target: Target, flags: list[str] | None) -> bool:
-    """Return whether llama.cpp's converter writes the fields of a rotation into a file.
-
-    Raises:
-        ValueError: llama.cpp's graph does not rotate every layer by them, or neither flags nor
-            fields reach it.
-    """
+    """Return whether the converter writes a rotation's fields; refuse if a layer misses them."""
     require_fields_are_read(target, NAME)
     reads, version = what_engine_reads(target, NAME), f"{NAME} {engine_version(NAME)}"
     if reads == "full attention" and not target.layers_differ and target.has_windows:
@@ -281,13 +276,7 @@ def _checked_stretch(target: Target, rotation: LayerRotation) -> list[float]:
 
 
 def _attention_factor_flags(target: Target, rotation: LayerRotation, scaling: str) -> list[str]:
-    """Return arguments for the attention factor, which no other flag sets in newer releases.
-
-    Args:
-        target: The model.
-        rotation: Its rotation.
-        scaling: The scaling of the flags or fields.
-    """
+    """Return arguments for the attention factor, which no other flag sets in newer releases."""
     engine_factor = yarn_mscale(rotation.parameters["factor"]) if scaling == "yarn" else 1.0
     if rotation.attention_factor == engine_factor and target.model_type != "phi3":
         return []

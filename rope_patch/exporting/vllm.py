@@ -134,13 +134,9 @@ def _rope_fields(
 
 
 def _yarn_fields(rotation: LayerRotation, is_merged: bool) -> dict[str, Any]:
-    """Return YaRN's fields, with the attention factor in the form of every release.
-
-    Args:
-        rotation: The rotation.
-        is_merged: Whether fields of the checkpoint stay that are not written.
-    """
+    """Return YaRN's fields, with the attention factor in the form of every release."""
     parameters, own = rotation.parameters, rotation.checkpoint_parameters
+    # If vLLM merges, the checkpoint's fields stay where none is written over them.
     keys = parameters.keys() | (own.keys() if is_merged else set())
     fields = {**(_YARN_DEFAULTS if is_merged else {}), **parameters}
     if not {"attention_factor", "mscale"} & keys:
@@ -200,11 +196,9 @@ def _gpt_oss_fields(target: Target, rotation: LayerRotation, length: int) -> dic
 def _deepseek_v4_fields(
     target: Target, layer_type: str | None, rotation: LayerRotation, length: int
 ) -> dict[str, Any]:
-    """Return what vLLM's DeepSeek-V4 reads: a theta, or YaRN on the compressed branches.
-
-    models/deepseek_v4/common/rope.py of 0.30 to 0.33 reads every scaling there as YaRN with a
-    truncated ramp, leaves cos and sin unscaled, and reads no scaling of the windows.
-    """
+    """Return what vLLM's DeepSeek-V4 reads: a theta, or YaRN on the compressed branches."""
+    # models/deepseek_v4/common/rope.py of 0.30 to 0.33 reads every scaling there as YaRN with a
+    # truncated ramp, leaves cos and sin unscaled, and reads no scaling of the windows.
     parameters = rotation.parameters
     if rotation.scaling == "default":
         return parameters

@@ -100,18 +100,11 @@ def _check(request: ExtendRequest) -> tuple[int, int]:
 
 
 class _Extension:
-    """One extension's steps.
-
-    Args:
-        request: What to extend.
-        work: The work folder.
-        trained: The trained length in tokens.
-        length: The target in tokens.
-    """
+    """The steps of one extension."""
 
     def __init__(self, request: ExtendRequest, work: WorkFolder, trained: int, length: int) -> None:
         self.request, self.work = request, work
-        self.trained, self.length = trained, length
+        self.trained, self.length = trained, length  # in tokens
         weights = _TRAINING_WEIGHTS if request.train else _WEIGHTS
         self.clock = work.run_folder.clock(request.budget, weights)
         self.steps = [step for step in STEPS if step in weights]

@@ -133,12 +133,10 @@ def parse_duration(text: str) -> float:
 
 
 def _checkpoint_digest(path: Path) -> str | None:
-    """Return a digest of a folder's files, large ones by samples; None for a name.
-
-    Weights that were trained on have their names and sizes still.
-    """
+    """Return a digest of a folder's files, large ones by samples; None for a name."""
     if not path.is_dir():
         return None
+    # Weights that were trained on keep their names and sizes, so their bytes are digested, too.
     hasher = hashlib.sha256()
     for file in sorted(each for each in path.iterdir() if each.is_file()):
         hasher.update(file.name.encode())

@@ -88,25 +88,19 @@ class AnswerStore:
     def reload(self) -> None:
         """Read the answers that this and other processes have written."""
         for path in self._files():
-            self._load(path, repair=False, earlier=False)
+            self._load(path, repair=False, by_earlier_run=False)
 
     def _files(self) -> list[Path]:
         return [] if self._folder is None else sorted(self._folder.glob("answers-*.jsonl"))
 
-    def _load(self, path: Path, *, repair: bool, earlier: bool = True) -> None:
-        """Read one file.
-
-        Args:
-            path: The file.
-            repair: Whether to drop damaged lines from it, with a warning.
-            earlier: Whether an earlier run wrote it.
-        """
+    def _load(self, path: Path, *, repair: bool, by_earlier_run: bool = True) -> None:
+        """Read the answers of one file; with `repair`, drop its damaged lines with a warning."""
         journal = JournalFile(path)
         checked = check_lines(journal.lines())
         for entry in checked.entries:
             if not self.is_answered(entry["key"]):
                 self._answers[entry["key"]] = entry["answer"]
-                if earlier and "error" not in entry["answer"]:
+                if by_earlier_run and "error" not in entry["answer"]:
                     self._earlier[entry["key"]] = entry.get("seconds")
                     self._seconds[entry["key"]] = entry.get("seconds") or 0.0
         if checked.flaws and repair:

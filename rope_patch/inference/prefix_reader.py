@@ -180,12 +180,8 @@ class PrefixReader:
         free_memory()
 
     def _shared_tokens(self, ids: list[int], reach: float) -> int:
-        """Return how many tokens of a prompt the cache holds, in whole chunks.
-
-        Args:
-            ids: The prompt's tokens.
-            reach: The prompt's `_reach_of`; the cache must have the same.
-        """
+        """Return how many tokens of a prompt the cache holds, in whole chunks."""
+        # Cached keys have the rotation of a prompt only where both have the same reach.
         if not self.share or not self._prompt or reach != self._reach:
             return 0
         if self._reach < self._cache.get_seq_length():
@@ -231,14 +227,12 @@ class PrefixReader:
 
 @contextlib.contextmanager
 def _grouped_heads(device: torch.device) -> Iterator[None]:
-    """Make torch's attention on a CPU share keys and values between query heads.
-
-    With a mask, which every chunk after the first one has, transformers repeats all keys and values
-    for each query head, which takes time and memory. The results are the same bits.
-    """
+    """Make torch's attention on a CPU share keys and values between query heads."""
     if device.type != "cpu" or _FORCE_GROUPS in os.environ:
         yield
         return
+    # With a mask, which every chunk after the first one has, transformers repeats all keys and
+    # values for each query head, which takes time and memory. The results are the same bits.
     os.environ[_FORCE_GROUPS] = "1"
     try:
         yield

@@ -145,15 +145,11 @@ class Scorer:
     def _score_after_cache(
         self, sample: Sample, cache: Any, first: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_token_nll` of all scored tokens, behind a cache of the tokens before.
-
-        Args:
-            sample: The sample.
-            cache: The keys and values of all tokens before `first` - 1.
-            first: Position of the first scored token.
-            stop: Tokens to feed in all; the last token of the sample predicts nothing.
-        """
+        """Return `_token_nll` of all scored tokens, behind a cache of the tokens before."""
         device, handle = input_device(self.model), current(self.model)
+        # The cache holds all tokens before `first` - 1. The logits of the token at `first` - 1
+        # predict the one at `first`. The sample's last token predicts nothing, so `stop` leaves it
+        # out.
         nll, right = [], []
         if handle is not None:
             handle.fix_length(stop)
@@ -178,15 +174,9 @@ class Scorer:
 def _token_nll(
     sample: Sample, positions: list[int], logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the nats of the tokens at some positions, and whether each is the likeliest one.
-
-    Args:
-        sample: The sample.
-        positions: N positions.
-        logits: The logits that predict them, `[N, vocabulary]`.
-    """
+    """Return the nats of the tokens at some positions, and whether each is the likeliest one."""
     targets = torch.tensor([sample.ids[p] for p in positions], device=logits.device).long()
-    logits = logits.float()
+    logits = logits.float()  # those that predict the N positions, [N, vocabulary]
     nll = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     return nll.double().cpu(), (logits.argmax(-1) == targets).cpu()
 

@@ -49,11 +49,7 @@ class RopePatchPlugin(BasePlugin):
 
 
 def _request(cfg: Any) -> Extension | None:
-    """Return the request of axolotl's config, or None if it has none.
-
-    Raises:
-        ValueError: The key is no mapping with a method.
-    """
+    """Return the request of axolotl's config, or None if it has none."""
     value = cfg.get("rope_patch")
     if not value:
         return None

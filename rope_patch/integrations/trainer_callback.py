@@ -229,10 +229,8 @@ def _no_patch(model: nn.Module, had_patch: bool) -> Refused:
 
 
 def _raise_tokenizer_length(tokenizer: Any, handle: Patch | EncodingPatch) -> None:
-    """Raise a tokenizer's `model_max_length` to the length of a patch, so that it is saved so.
-
-    Engines serve the smaller of the tokenizer's and the model's.
-    """
+    """Raise the `model_max_length` that a tokenizer saves to the length of a patch."""
+    # Engines serve the smaller of the tokenizer's and the model's length.
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     length = getattr(tokenizer, "model_max_length", None)
     if handle.length is not None and isinstance(length, int | float) and length < handle.length:

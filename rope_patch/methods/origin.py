@@ -76,11 +76,9 @@ def _package_of(module: str) -> tuple[str | None, str | None]:
 
 @lru_cache(maxsize=1)  # it reads the record of every installed package, which takes a second
 def _installed_packages(changes: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
-    """Return the installed packages by their top-level modules.
-
-    Args:
-        changes: The folders of `sys.path`, and when each was changed, as an installation does.
-    """
+    """Return the installed packages by their top-level modules."""
+    # `changes` is the key of the cache: the folders of `sys.path` and when each last changed. An
+    # installation changes one.
     return metadata.packages_distributions()
 
 

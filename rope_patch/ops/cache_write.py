@@ -93,6 +93,7 @@ def rope_into_cache(
         and key_cache.dtype == value_cache.dtype == dtype
         and not _reads_what_it_writes(*inputs, out)
     ):
+        # Plain torch reads everything before it writes, or raises where that is not enough.
         return _write_in_plain_torch(kernels, *arguments)
     op = ROPE_INTO_CACHE if norms is None else QK_NORM_ROPE_INTO_CACHE
     shape = q.shape
@@ -123,10 +124,7 @@ def _reads_what_it_writes(
     value_cache: torch.Tensor,
     out: torch.Tensor | None,
 ) -> bool:
-    """Return whether one launch would overwrite what others of its programs still read.
-
-    Plain torch reads everything before it writes, or raises where that is not enough.
-    """
+    """Return whether one launch would overwrite what others of its programs still read."""
     inputs = (q, k, v, key_cache, value_cache)
     if out is None or out is q:
         if len({x.untyped_storage().data_ptr() for x in inputs}) == len(inputs):

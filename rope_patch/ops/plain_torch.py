@@ -234,11 +234,9 @@ def _output(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
 
 
 def _is_joined_anew(x: torch.Tensor, cos: torch.Tensor) -> bool:
-    """Return whether transformers' code changes the layout of a tensor that it rotates.
-
-    It joins the part of a head that rotates and the rest, and SDPA rounds otherwise where the
-    numbers of a head do not lie side by side (Zaya).
-    """
+    """Return whether transformers' code changes the layout of a tensor that it rotates."""
+    # Transformers' code joins the part of a head that rotates and the rest. SDPA rounds otherwise
+    # where the numbers of a head do not lie side by side (Zaya).
     return cos.shape[-1] < x.shape[-1] and x.stride(-1) != 1
 
 

@@ -207,14 +207,12 @@ def _rotate_pairs(
 
 
 def _stochastic_round(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round float32 up or down at random so that the mean is exact (stochastic rounding).
-
-    The random bits are a hash of the number itself, so equal keys always become equal keys.
-    """
+    """Round float32 up or down at random so that the mean is exact (stochastic rounding)."""
     spare = _SPARE_BITS.get(dtype)
     if spare is None:
         return x.to(dtype)
     bits = x.view(torch.int32)
+    # The random bits are a hash of the number itself, so equal keys always become equal keys.
     noise = (bits ^ (bits >> 15)) * -1640531535  # wraps around; the golden ratio mixes well
     noise = (noise ^ (noise >> 13)) * -2048144777
     up = bits + ((noise >> 7) & (2**spare - 1))

@@ -327,11 +327,8 @@ class Patch:
             )
 
     def _restore(self, model: nn.Module) -> None:
-        """Apply the patch again after another one, unless it is over.
-
-        Args:
-            model: The model of the other patch; a copied handle has none of its own.
-        """
+        """Apply the patch again after another one, unless it is over."""
+        # A copied handle has no model of its own, so it takes `model`, that of the other patch.
         if self._plan is not None and not self._over:
             self._apply(model if self._model is None else self._model, self._plan)
 

@@ -316,16 +316,14 @@ def saved_frequencies(traits: RotaryTraits, plan: PatchPlan) -> dict[str | None,
 
 
 def _require_expressed_start(config: Any, extension: Extension, method: Method) -> None:
-    """Raise if a model was trained under a rotation that no config states, and nothing says more.
-
-    The request for that very rotation is met: the method with its options, where it needs no factor
-    or names the trained length.
-    """
+    """Raise if no config states the rotation a model was trained under, and no start is given."""
     record = trained_record(config)
     if record is None or record["rope_parameters"] is not None or extension.start != "auto":
         return
     name, length = record["method"], record["max_position_embeddings"]
     options = {k: v for k, v in method.options().items() if k != "factor"}
+    # The request for that very rotation is met: the method with its options, where it needs no
+    # factor or names the trained length.
     if (
         method.name == name
         and extension.factor in (None, record["factor"])

@@ -148,10 +148,8 @@ def install_position_rule(
 
 
 def _slot_indexer(model: nn.Module) -> str | None:
-    """Return the class of indexers that take positions for slots (MiniMax M3's); None without.
-
-    They get positions and no mask, and hide the keys in slots above a query's position.
-    """
+    """Return the class of indexers that take positions for slots (MiniMax M3's); None without."""
+    # Such indexers get positions and no mask, and hide the keys in slots above a query's position.
     for module in model.modules():
         name, parameters = type(module).__name__, parameter_names(module)
         if name.endswith("Indexer") and POSITIONS in parameters and MASK not in parameters:

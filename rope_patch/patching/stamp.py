@@ -142,11 +142,7 @@ def _note_length(cache: Any) -> None:
 
 
 def _require_unchanged(cache: Any) -> None:
-    """Raise if a marked cache holds tokens that came while the patch was not in effect.
-
-    Raises:
-        ValueError: It does.
-    """
+    """Raise if a marked cache holds tokens that came while the patch was not in effect."""
     if torch.compiler.is_compiling() or (rotated := getattr(cache, "rotated_tokens", None)) is None:
         return
     length = known_length(cache)

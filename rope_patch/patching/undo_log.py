@@ -200,17 +200,15 @@ class ConfigOverride:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Compare all attributes, also those that a config's own `==` leaves out.
-
-    In transformers 5.1 and later, `==` compares the fields of a dataclass, which include neither
-    the attention kernel nor added attributes.
-    """
+    """Compare all attributes, also those that a config's own `==` leaves out."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
+    # In transformers 5.1 and later, a config's `==` compares the fields of a dataclass, which
+    # include neither the attention kernel nor added attributes.
     plain = type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__") and not callable(one)
     if plain or isinstance(one, PreTrainedConfig):
         return _equal(vars(one), vars(other))

@@ -36,36 +36,23 @@ _MARKS = ("o", "s", "^", "D")
 
 @dataclass(frozen=True)
 class _Cell:
-    """Where a panel lies.
+    """The place of a panel in the figure."""
 
-    Attributes:
-        box: Left, bottom, width and height, in shares of the figure.
-        x_labelled: Whether the x axis has its label.
-        y_labelled: Whether the y axis has its label.
-        alone: Whether it is the only panel.
-        tall: Its height in pixels.
-    """
-
+    # Left, bottom, width and height, in shares of the figure.
     box: tuple[float, float, float, float]
-    x_labelled: bool
-    y_labelled: bool
-    alone: bool
-    tall: float
+    x_labelled: bool  # whether the x axis has its label
+    y_labelled: bool  # whether the y axis has its label
+    alone: bool  # whether it is the only panel
+    tall: float  # the panel's height in pixels
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """The figure's measures in pixels.
+    """The figure's measures in pixels."""
 
-    Attributes:
-        height: Of the figure.
-        row_height: Of a row of panels with their titles.
-        below: Of the caption and of what stands below the last row's axes.
-    """
-
-    height: float
-    row_height: float
-    below: float
+    height: float  # of the figure
+    row_height: float  # of a row of panels with their titles
+    below: float  # of the caption and of what is below the last row's axes
 
 
 def draw(picture: Picture) -> Figure:

@@ -90,14 +90,8 @@ def bootstrap_mean(
 def _student_interval(
     values: np.ndarray, weights: np.ndarray, mean: float, confidence: float
 ) -> Interval:
-    """Return Student's t interval of a weighted mean of independent values.
-
-    Args:
-        values: The blocks' values, `[n]`, n at least 2.
-        weights: Their weights, `[n]`.
-        mean: Their weighted mean.
-        confidence: Two-sided level.
-    """
+    """Return Student's t interval of a weighted mean of independent values."""
+    # `values` and `weights` are those of n >= 2 blocks, and `mean` is their weighted mean.
     n, share = len(values), weights / weights.sum()
     error = math.sqrt(n / (n - 1) * float((share**2 * (values - mean) ** 2).sum()))
     half = float(special.stdtrit(n - 1, 1 - half_alpha(confidence))) * error

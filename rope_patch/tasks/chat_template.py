@@ -97,10 +97,9 @@ class _TookTooLong(BaseException):
 
 
 def _run_template(call: Callable[[], Any]) -> Any:
-    """Return what a template's code returns; any error of it is one line with the next step.
-
-    A template is a program of the checkpoint. Another thread ends one that runs too long.
-    """
+    """Return what a template's code returns; turn any error into one line with the next step."""
+    # A template is a program of the checkpoint, so a timer in another thread ends one that runs too
+    # long.
     thread, lock = threading.get_ident(), threading.Lock()
     is_over = interrupts = False
 

@@ -54,32 +54,17 @@ def eight_needles(**metadata: Any) -> dict[str, Any]:
 
 
 class _Needle(NamedTuple):
-    """One of the replies to the same request.
+    """A reply of the assistant to a request that has several replies."""
 
-    Attributes:
-        depth: Share of the other turns that come before it: 0 is the first turn, 1 the last.
-        sample_index: Index of the sample that asks for it; None if none does.
-        kind: Kind of text that is requested.
-        topic: Topic that is requested.
-        reply: The assistant's text.
-    """
-
-    depth: float
-    sample_index: int | None
-    kind: str
-    topic: str
+    depth: float  # share of the other turns that come before it: 0 is the first turn, 1 the last
+    sample_index: int | None  # of the sample that asks for this reply; None if none does
+    kind: str  # the requested kind of text
+    topic: str  # the requested topic
     reply: str
 
 
 def _generate(text: samples.TextContext, needles: int) -> list[samples.SampleDraft]:
-    """Return drafts of samples of one dialogue.
-
-    The first `needles` samples ask for the replies to one request, the next ones for those to
-    another request, and so on.
-
-    Raises:
-        ValueError: More samples of one text than there are requests for.
-    """
+    """Return drafts of samples of one dialogue."""
     rng, count = text.rng, len(text.depths)
     kinds, topics = list(_words()["kinds"]), _words()["topics"]
     requests = -(-count // needles)
@@ -89,6 +74,8 @@ def _generate(text: samples.TextContext, needles: int) -> list[samples.SampleDra
             f"{count}: take fewer"
         )
     asked_requests = [(rng.choice(kinds), topic) for topic in rng.sample(topics, requests)]
+    # The first `needles` samples ask for the replies to one request, the next ones for the replies
+    # to another request, and so on.
     groups = [
         [
             _Needle(depth, index, *request, _reply(rng, *request))
@@ -133,11 +120,9 @@ def _generate(text: samples.TextContext, needles: int) -> list[samples.SampleDra
 def _needle_depths(
     rng: random.Random, depths: list[int], numbers: range, needles: int
 ) -> list[tuple[float, int | None]]:
-    """Return the depth of each reply to one request, in order, and the sample that asks for it.
-
-    The first reply is asked for as often as the second or the last, at any depth: a random share of
-    the other replies comes before the one that is asked for.
-    """
+    """Return the depth of each reply to one request, in order, and the sample that asks for it."""
+    # A random share of the other replies comes before the one that is asked for. So the first reply
+    # is asked for as often as the second or the last, at any depth.
     order = sorted(numbers, key=depths.__getitem__)
     ranks = dict(zip(sorted(rng.sample(range(needles), len(order))), order, strict=True))
     found: list[tuple[float, int | None]] = []

@@ -103,12 +103,11 @@ def _generate_common(text: samples.TextContext) -> list[samples.SampleDraft]:
 def _shuffle_entries(
     common: list[str], repeats: int, other: list[str], rng: random.Random
 ) -> list[str]:
-    """Return all words mixed; the common ones first appear in the order given.
-
-    RULER's answers have no order of their own; with this one the target's likelihood has a meaning.
-    """
+    """Return all words in random order; the common words first appear in the given order."""
     entries = common * repeats + other
     rng.shuffle(entries)
+    # RULER's answers have no order of their own. With a given order, the target's likelihood has a
+    # meaning.
     renamed: dict[str, str] = {}
     for entry in entries:
         if entry in common:
@@ -160,11 +159,10 @@ def _generate_frequent(text: samples.TextContext) -> list[samples.SampleDraft]:
 
 
 def _zeta(ranks: int) -> Iterator[int]:
-    """Yield ranks in the order in which their expected counts reach another whole number.
-
-    In a text of n words RULER has rank k int(n / (zeta(2) k^2)) times: its j-th time comes at
-    n = zeta(2) j k^2. Taken one by one they make texts of any number of words, not only of RULER's.
-    """
+    """Yield ranks in the order in which their expected counts reach another whole number."""
+    # In a text of n words RULER has rank k int(n / (zeta(2) k^2)) times: its j-th time comes at
+    # n = zeta(2) j k^2. Ranks that are taken one by one make texts of any number of words, not only
+    # of RULER's.
     upcoming = [(k * k, k) for k in range(1, ranks + 1)]
     while True:
         at, k = upcoming[0]

@@ -39,19 +39,12 @@ _Edge = tuple[str, str]
 
 
 class _Question(NamedTuple):
-    """A question about a graph.
-
-    Attributes:
-        text: The question.
-        answers: Names of the nodes in the answer.
-        edges: Edges from which the answer follows.
-        last: Those of `edges` that lead to the answer: without them it is empty.
-    """
+    """A question about a graph."""
 
     text: str
-    answers: list[str]
-    edges: list[_Edge]
-    last: list[_Edge]
+    answers: list[str]  # names of the nodes in the answer
+    edges: list[_Edge]  # edges from which the answer follows
+    last: list[_Edge]  # those of `edges` that lead to the answer: without them it is empty
 
 
 def breadth_first_search(**metadata: Any) -> dict[str, Any]:
@@ -68,11 +61,7 @@ def parents(**metadata: Any) -> dict[str, Any]:
 
 
 def _generate_bfs(text: samples.TextContext) -> list[samples.SampleDraft]:
-    """Return drafts of samples of one graph: each asks for the search from another node.
-
-    Raises:
-        ValueError: `hops` below 1.
-    """
+    """Return drafts of samples of one graph: each asks for the search from another node."""
     hops = int(text.options.get("hops", 2))
     if hops < 1:
         raise ValueError(f"hops must be at least 1 edge, got {hops}")
@@ -106,18 +95,14 @@ def _generate_parents(text: samples.TextContext) -> list[samples.SampleDraft]:
 
 
 class _Graph:
-    """Lists further edges, without one that would change an answer.
-
-    Attributes:
-        sources: Nodes that further edges may leave.
-        targets: Nodes that they may enter.
-    """
+    """Further edges of a graph, none of which changes an answer."""
 
     def __init__(self, text: samples.TextContext) -> None:
         self._rng = text.rng
         self._names: set[str] = set()
         self._edges: list[_Edge] = []
         self._known: set[_Edge] = set()
+        # Further edges may leave the sources and enter the targets.
         # An edge takes about 16 tokens: two edges a node, as many as those have that are asked for.
         self.sources = [self.new_node() for _ in range(max(text.length // 32, 32))]
         self.targets = list(self.sources)

@@ -104,10 +104,8 @@ def _draft(
 
 
 def _program(rng: random.Random, name: str, count: int) -> tuple[list[int], list[str], list[int]]:
-    """Return a list's first values, lines that change it, and its last values.
-
-    Every length from 4 to 11 is as likely at the end, so it cannot be guessed.
-    """
+    """Return a list's first values, lines that change it, and its last values."""
+    # Every final length is as likely as the others, so it cannot be guessed.
     growth = rng.choice(FINAL_LENGTHS) - _START
     neutral = 2 + (count - growth) % 2  # the others are in pairs, but for the growth
     longer = (count - neutral + growth) // 2
@@ -186,11 +184,7 @@ def _line_without(draw: Callable[[], str], answers: set[str], state: dict[str, l
 
 
 def _questions(rng: random.Random, name: str, final: list[int], count: int) -> list[_Question]:
-    """Return kinds of question, expressions and values; each kind once before any comes twice.
-
-    Raises:
-        ValueError: More than there are.
-    """
+    """Return kinds of question, expressions and values; each kind once before any comes twice."""
     if count > _MOST_QUESTIONS:
         raise ValueError(
             f"rp_latent_list asks at most {_MOST_QUESTIONS} questions about a list, got per_text "

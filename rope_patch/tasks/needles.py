@@ -110,11 +110,9 @@ _Haystack = Callable[[int, list[tuple[int, str]]], str]
 def _single_needle(
     text: TextContext, kind: str, haystack: Callable[[TextContext], _Haystack]
 ) -> list[SampleDraft]:
-    """Return samples with the same words, each with its own needle at its own depth.
-
-    All of them share the words before the shallowest needle, and no text holds another sample's
-    answer.
-    """
+    """Return samples with the same words, each with its own needle at its own depth."""
+    # All samples share the words before the shallowest needle, and no text holds the answer of
+    # another sample.
     fill, needles = haystack(text), _needles(text.depths, _words(text.rng), _values(text.rng, kind))
     return [_draft(kind, fill, [one] if text.planted else [], [one], one.depth) for one in needles]
 
@@ -149,11 +147,9 @@ def _ask_in_turn(
 
 
 def _all_keys(text: TextContext) -> list[SampleDraft]:
-    """Return samples that ask for the same four needles, each for another one first.
-
-    The answer follows the order of the question. So samples share the text up to the question and
-    have different answers. A sample's depth is that of the first needle in its question.
-    """
+    """Return samples that ask for the same four needles, each for another one first."""
+    # The answer follows the order of the question. So samples share the text up to the question and
+    # have different answers. A sample's depth is that of the first needle in its question.
     needles = _needles(_depths(text), _words(text.rng), _values(text.rng, "number"))
     fill, inside = _prose(text), needles if text.planted else []
     return [
@@ -163,18 +159,16 @@ def _all_keys(text: TextContext) -> list[SampleDraft]:
 
 
 def _all_values(text: TextContext) -> list[SampleDraft]:
-    """Return samples that differ in one of the key's four values and in its depth.
-
-    Another key with four values for each sample would make the task harder if more samples share a
-    text, and one set of values serves only one question. So three values keep their random places,
-    and the fourth differs between samples. The sample's depth is that of the fourth value. Answers
-    are listed in the order of the text.
-    """
+    """Return samples that differ in one of the key's four values and in its depth."""
+    # Another key with four values for each sample would make the task harder if more samples share
+    # a text, and one set of values serves only one question. So three values keep their random
+    # places, and the fourth differs between samples. A sample's depth is that of its fourth value.
     key, values, fill = next(_words(text.rng)), _values(text.rng, "number"), _prose(text)
     others = [text.rng.randint(0, 100) for _ in range(SEVERAL - 1)]
     needles = [_Needle(key, next(values), depth) for depth in [*text.depths, *others]]
     drafts = []
     for own in needles[: len(text.depths)]:
+        # Answers are listed in the order of the text.
         four = sorted([own, *needles[len(text.depths) :]], key=lambda needle: needle.depth)
         drafts.append(_draft("number", fill, four if text.planted else [], four, own.depth))
     return drafts
@@ -278,13 +272,9 @@ def _lines(source: Iterator[str]) -> _Haystack:
 
 
 def _plant(units: list[str], needles: list[tuple[int, str]], places: Sequence[int]) -> list[str]:
-    """Put each needle at the one of `places` that is nearest to its depth.
-
-    Args:
-        units: The parts of the text.
-        needles: Depths in percent, and sentences, in ascending order of depth.
-        places: The allowed numbers of units before a needle.
-    """
+    """Put each needle at the one of `places` that is nearest to its depth."""
+    # Needles are depths in percent and sentences, in ascending order of depth. A place is the
+    # number of units before a needle.
     planted, before = [], 0
     for depth, sentence in needles:
         at = min(places, key=lambda place: abs(100 * place - depth * len(units)))

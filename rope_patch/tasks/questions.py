@@ -227,11 +227,7 @@ def _choose_questions(
 
 
 def _without_answers(documents: Iterator[str], questions: list[DocumentQuestion]) -> Iterator[str]:
-    """Yield the documents that hold no answer to a question, without end.
-
-    Raises:
-        ValueError: Hardly any document is without one.
-    """
+    """Yield the documents that hold no answer to a question, without end."""
     answers = {answer.strip() for question in questions for answer in question.answers}
     words = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, sorted(answers)))})(?!\w)", re.I)
     left_out = 0

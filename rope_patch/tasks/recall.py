@@ -72,10 +72,7 @@ def _generate_all_keys(text: samples.TextContext) -> list[samples.SampleDraft]:
 def _pairs(
     text: samples.TextContext, depths: list[int]
 ) -> tuple[list[tuple[str, str]], Callable[[int], str]]:
-    """Return the pairs that questions ask for, and the prompt by its number of noise words.
-
-    Pairs beyond the given depths have random places.
-    """
+    """Return the pairs that questions ask for, and the prompt by its number of noise words."""
     rng, number = text.rng, max(PAIRS, len(depths))
     keys, values = single_token_words(text.tokenizer)
     if 2 * number > len(values):
@@ -86,6 +83,7 @@ def _pairs(
     all_pairs = list(zip(rng.sample(keys, 2 * number), rng.sample(values, 2 * number), strict=True))
     targets, others = all_pairs[:number], all_pairs[number:]
     shares = [depth / 100 for depth in depths]
+    # Pairs beyond the given depths have random places.
     shares += [rng.random() for _ in range(number - len(shares))]
     planted = targets if text.planted else others
     placed = sorted(zip(shares, planted, strict=True), key=lambda at: at[0])

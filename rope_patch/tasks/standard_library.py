@@ -116,11 +116,7 @@ def _ask_for_line(text: samples.TextContext) -> list[samples.SampleDraft]:
 
 
 class _Code:
-    """The functions of one text, those that are asked for among others.
-
-    Attributes:
-        questions: One for each sample.
-    """
+    """The functions of one text: those that are asked for, among others."""
 
     def __init__(self, text: samples.TextContext) -> None:
         sources = read_sources(sysconfig.get_path("stdlib"))
@@ -130,7 +126,7 @@ class _Code:
                 f"rp_code asks about one function of a file, and {len(candidates)} of the standard "
                 f"library's files have one, got per_text {len(text.depths)}: take fewer"
             )
-        self.questions = [
+        self.questions = [  # one for each sample
             _Question(*candidate, depth)
             for candidate, depth in zip(candidates, text.depths, strict=True)
         ]
@@ -235,10 +231,7 @@ def _single_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[int]
 def _draw_questions(
     rng: random.Random, sources: dict[str, str]
 ) -> Iterator[tuple[_Function, str, str]]:
-    """Yield functions of different files, each with a line that is in no other place, and the next.
-
-    The line gives the function's name away neither in whole nor in part of it.
-    """
+    """Yield functions of different files, each with a line that is unique, and the next line."""
     names = list(sources)
     rng.shuffle(names)
     for name in names:
@@ -264,7 +257,7 @@ def _find_line(
             and 20 <= len(line) <= _LONGEST_LINE
             and 8 <= len(following) <= _LONGEST_LINE
             and "`" not in line + following
-            and name.strip("_") not in line
+            and name.strip("_") not in line  # gives the name away neither in whole nor in part
             and sum(source.count(line) for source in sources.values()) == 1
         ):
             return line, following

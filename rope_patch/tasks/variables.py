@@ -84,12 +84,11 @@ def _assignment_places(rng: random.Random) -> list[float]:
 
 
 def _hide_chain(names: list[str], value: str, spread: list[float], sentences: int) -> str:
-    """Return noise of `sentences` sentences with the chain in it, each assignment on its own line.
-
-    So does NVIDIA/RULER since May 2025; before, assignments stood in the middle of lines.
-    """
+    """Return `sentences` sentences of noise around the chain, each assignment on its own line."""
     noise = [NOISE[i % len(NOISE)] for i in range(sentences)]
     lines = [" ".join(noise[i : i + len(NOISE)]) for i in range(0, sentences, len(NOISE))]
+    # Since May 2025 NVIDIA/RULER gives each assignment a line of its own, too; before, assignments
+    # were in the middle of lines.
     # Insert assignments between lines, or between sentences if there are too few lines.
     pieces = lines if len(lines) >= len(names) else noise
     sources = [value, *(f"VAR {name}" for name in names[:-1])]

@@ -263,10 +263,8 @@ def _cache_parameter_of(module_class: type) -> str | None:
 
 
 def _translates(module_class: Any, name: str) -> bool:
-    """Return whether transformers' `deprecate_kwarg` stands before a forward for an old name.
-
-    Models that are new in 5.24 (Dory) have `cache` and no decorator.
-    """
+    """Return whether transformers' `deprecate_kwarg` wraps a forward for an old name."""
+    # Models that are new in 5.24 (Dory) have `cache` and no decorator.
     function = module_class.forward
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         if inspect.getclosurevars(function).nonlocals.get("old_name") == name:

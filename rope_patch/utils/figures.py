@@ -175,10 +175,8 @@ def render_figure(figure: Figure, kind: str) -> bytes:
 
 
 def _with_dark_colours(svg: str) -> str:
-    """Add a rule for each colour of the palette, so that it is another one on a dark screen.
-
-    The colours themselves stay in the drawing, because other viewers than browsers know no rules.
-    """
+    """Add a rule for each colour of the palette, to replace the colour on a dark screen."""
+    # The colours themselves stay in the drawing, because other viewers than browsers know no rules.
     rules = [
         f'[style*="{what}: {light}"]{{{what}:{dark} !important}}'
         for light, dark in [*PALETTE.values(), ("#ffffff", PALETTE["paper"][1])]

@@ -88,6 +88,7 @@ _LEFT_OUT = {"cuda": ("ours-tables", "ours-reference", "fla"), "cpu": ()}
 ALL_LENGTHS = (1, 128, 1024, 8192, 32768, 131072)
 _ALL_BATCHES = (1, 4)
 
+# A CPU needs few tokens, because what is saved is proportional to them on any device.
 _SAVED_LENGTH = {"cuda": 8192, "cpu": 64}  # tokens where what is saved for backward is measured
 _PACKAGES = ("triton", "liger-kernel", "fla-core")
 _STEP_REPEATS = 5  # repeats of a model's step at most, since each is long
@@ -412,10 +413,7 @@ def _copies(problem: Problem, count: int) -> dict[str, CopyBaseline]:
 def _saved_for_backward(
     shape: Shape, contenders: list[Implementation], device: torch.device
 ) -> dict[str, Any]:
-    """Return what each implementation saves for backward in bfloat16, the usual training type.
-
-    On a CPU few tokens suffice, because the size is proportional to them on any device.
-    """
+    """Return what each implementation saves for backward in bfloat16, the usual training type."""
     problem = Problem(
         shape=shape,
         batch=1,
@@ -480,21 +478,17 @@ def _time_phase(phase: str, implementations: dict[str, TimedCalls], repeats: int
 
 
 def _relative_to_copy(
-    seconds: list[list[float]], copy: list[list[float]], share: float
+    seconds: list[list[float]], copy_seconds: list[list[float]], bytes_over_copy: float
 ) -> dict[str, float]:
-    """Return milliseconds, and per cent of the copy's bandwidth with the repeats' extremes.
-
-    Args:
-        seconds: Seconds of each call, a list per repeat.
-        copy: The copy's.
-        share: Bytes that a call must move, as a multiple of those that the copy moves.
-    """
-    ratios = compare_times(seconds, copy)
+    """Return milliseconds, and per cent of the copy's bandwidth with the repeats' extremes."""
+    # Seconds are those of each call, a list per repeat. A call must move `bytes_over_copy` times
+    # the bytes that the copy moves.
+    ratios = compare_times(seconds, copy_seconds)
     return {
         "ms": ratios["ms"],
-        "percent": 100 * share / ratios["ratio"],
-        "min": 100 * share / ratios["max"],
-        "max": 100 * share / ratios["min"],
+        "percent": 100 * bytes_over_copy / ratios["ratio"],
+        "min": 100 * bytes_over_copy / ratios["max"],
+        "max": 100 * bytes_over_copy / ratios["min"],
     }
 
 

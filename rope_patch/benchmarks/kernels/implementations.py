@@ -221,14 +221,7 @@ def _bind_op(
     weights: tuple[torch.Tensor, ...] | None = None,
     **options: Any,
 ) -> Call:
-    """Return a call of one of our ops, which take positions and packed frequencies.
-
-    Args:
-        problem: The problem.
-        op: The op.
-        weights: Weights of the norms; None means the problem's.
-        **options: Other options of the op.
-    """
+    """Return a call of one of our ops, which take positions and packed frequencies."""
     if problem.weights:
         options |= {"eps": problem.shape.eps, "offset": problem.shape.offset}
     op_inputs = (
@@ -244,10 +237,7 @@ def _bind_op(
 
 
 def _ours_in_place(problem: Problem) -> Call:
-    """Rotate over the input, as `inplace=True` does; its backward is that of ours-tables.
-
-    A single token is small, so that it is copied first.
-    """
+    """Rotate over the input, as `inplace=True` does; its backward is that of ours-tables."""
     from rope_patch.ops.plain_torch import rope_from_cos_sin
 
     if problem.device.type != "cpu":
@@ -261,6 +251,7 @@ def _ours_in_place(problem: Problem) -> Call:
         @staticmethod
         def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor) -> Any:
             q, k = q.detach(), k.detach()
+            # `may_overwrite` acts on large inputs: a single token is copied first.
             return rope_from_cos_sin(q, k, cos, sin, heads_dim=1, may_overwrite=True)
 
         @staticmethod

@@ -54,10 +54,8 @@ def _rotate_heads(
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr, OFFSET: tl.constexpr,
     NORM_ALL_HEADS: tl.constexpr, NORM: tl.constexpr, ONE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a tile of a token's heads, and unless ONE_TILE those after it.
-
-    Store the first `written` of the heads: NaN if the token does not fit into the cache.
-    """
+    """Rotate and store a tile of a token's heads and, unless ONE_TILE, the tiles after it."""
+    # The first `written` of the heads are stored: as NaN if the token does not fit into the cache.
     # The first tile is read while the angles are computed and the cache's length is read.
     raw1, raw2 = read_pairs(x, heads, x_h, x_d, first_row, R, PAIRS, HEADS, INTERLEAVED)
     cos, sin = cos_sin_of_token(positions, packed_freqs, sections, positions_a, SECTIONS, R, PAIRS)

@@ -115,11 +115,9 @@ class Launcher:
 def _bind(
     compiled: Any, grid: tuple[int, int, int], args: tuple[Any, ...]
 ) -> Callable[[int | None, tuple[torch.Tensor, ...]], None]:
-    """Return a function that launches a compiled kernel on a device's current stream.
-
-    It does what Triton's `compiled[grid](*tensors, *args)` does. That one describes each launch to
-    hooks, which takes as long as all the rest, though hardly anyone installs one.
-    """
+    """Return a function that launches a compiled kernel on a device's current stream."""
+    # Triton's `compiled[grid](*tensors, *args)` does the same, but describes each launch to hooks.
+    # That takes as long as all the rest, though hardly anyone installs a hook.
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     get_stream, hooks = triton.runtime.driver.active.get_current_stream, triton.knobs.runtime
 
@@ -191,13 +189,11 @@ def rows_kind(batch: int, tokens: int) -> str:
 
 
 def _widen_tile(heads: int, sizes: dict[str, Any]) -> int:
-    """Double a tile of a program that takes all heads of a token; return the program's warps.
-
-    Each thread then reads 16 bytes of either half of the pairs. Without norms, which sum over a
-    head, that is faster than one warp with a tile of half the size. One tile of all heads stays.
-    """
-    if sizes["HEADS"] >= heads:
+    """Double a tile of a program that takes all heads of a token; return the program's warps."""
+    if sizes["HEADS"] >= heads:  # one tile of all heads stays
         return 1
+    # Each thread of a doubled tile reads 16 bytes of either half of the pairs. Without norms, which
+    # sum over a head, that is faster than one warp with a tile of half the size.
     sizes["HEADS"] *= 2
     return min(max(sizes["HEADS"] * sizes["PAIRS"] // (_ELEMENTS_PER_WARP // 4), 1), _WIDE_WARPS)
 

@@ -33,10 +33,7 @@ def _norm_tile(
     eps, NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store a tile whose pairs `read_pairs` has read.
-
-    The first `written` of the heads are stored.
-    """
+    """Norm, rotate and store a tile whose pairs `read_pairs` has read."""
     x1, x2 = widen_pairs(raw1, raw2, PAIRS, HEADS, INTERLEAVED)
     x3 = load_unrotated(x, heads, x_h, x_d, row, D, R, UNROTATED, HEADS)
     squares = dot(x1, x2, x3, x1, x2, x3, NORM_ALL_HEADS, UNROTATED)
@@ -46,6 +43,7 @@ def _norm_tile(
         tl.store(rstd + rows, r, mask=rows < (1 if NORM_ALL_HEADS else heads))
     r = r[:, None]
     y1, y2 = rotate(x1 * r * w1, x2 * r * w2, cos, sin)
+    # The first `written` of the heads are stored.
     store_pairs(out, y1, y2, written, out_h, out_d, row, R, PAIRS, HEADS, INTERLEAVED)
     store_unrotated(out, x3 * r * w3, written, out_h, out_d, row, D, R, UNROTATED, HEADS)
 

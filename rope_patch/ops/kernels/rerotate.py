@@ -183,10 +183,8 @@ def launch(
 
 
 def _table(addresses: list[int], device: torch.device) -> torch.Tensor:
-    """Return the layers' addresses on the device.
-
-    The copy, the kernel and what gets the table's memory next are on one stream, in this order.
-    """
+    """Return the layers' addresses on the device."""
+    # On one stream come the copy, then the kernel, then whatever gets the table's memory next.
     table = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     return copy_to_device(table, device)
 

@@ -42,10 +42,8 @@ def _token_rows(
     q, k, q_h, k_h, q_d, k_d, H, K, row, KEYS: tl.constexpr, DENSE: tl.constexpr,
     ALIGNED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Return heads from `row` on, keys after queries: pointers, a mask, strides of dimensions.
-
-    `q` and `k` point at the token. The pointers and the mask are `[HEADS, 1]`.
-    """
+    """Return heads from `row` on, keys after queries: pointers, a mask, strides of dimensions."""
+    # `q` and `k` point at the token. The pointers and the mask are `[HEADS, 1]`.
     rows = (row + tl.arange(0, HEADS))[:, None].to(tl.int64)
     if KEYS:
         is_q = rows < H

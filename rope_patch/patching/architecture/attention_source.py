@@ -163,16 +163,14 @@ def _rebinds(node: ast.AST, call: ast.Call) -> bool:
 
 
 def _cache_after(function: Any, call: ast.Call) -> str | None:
-    """Return the parameter whose `update` is the statement after a call, and its only use, or None.
-
-    The two statements must be these, whatever the five names are:
-
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
-
-    From transformers 5.24 on, `kwargs=kwargs` follows, for paged caches.
-    """
+    """Return the parameter whose only use is `update` in the statement after a call, or None."""
+    # The two statements must be these, whatever the five names are:
+    #
+    #     q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    #     if cache is not None:
+    #         k, v = cache.update(k, v, self.layer_idx)
+    #
+    # From transformers 5.24 on, `kwargs=kwargs` follows, for paged caches.
     rotations = [i for i, statement in enumerate(function.body) if _rebinds(statement, call)]
     if not rotations or rotations[0] + 1 == len(function.body):
         return None
@@ -314,11 +312,7 @@ def _evaluate_condition(module: nn.Module, condition: str) -> bool | None:
 
 @functools.cache
 def _rotation_conditions(module_class: Any) -> frozenset[tuple[str, bool]]:
-    """Return the conditions on which a module class's forward rotates.
-
-    Returns:
-        Conditions, each with the value for which the forward rotates.
-    """
+    """Return the conditions in a class's forward, each with the value for which it rotates."""
     try:
         forward = ast.parse(textwrap.dedent(inspect.getsource(module_class.forward)))
     except (OSError, TypeError, AttributeError, SyntaxError):

@@ -307,14 +307,7 @@ def _capacity(cache: Any) -> int:
 
 
 def _writable_keys(layer: Any, keys: torch.Tensor) -> torch.Tensor:
-    """Return a layer's keys as a tensor that may be changed in place.
-
-    Inference tensors may be changed only in inference mode, and tensors that autograd saved for a
-    backward pass not at all.
-
-    Raises:
-        ValueError: Gradients flow through keys of a static cache.
-    """
+    """Return a layer's keys as a tensor that may be changed in place."""
     if keys.requires_grad and isinstance(layer, StaticLayer):
         raise Refused(
             "the sequence outgrew the frequencies of its cached keys, and gradients flow through "
@@ -322,6 +315,8 @@ def _writable_keys(layer: Any, keys: torch.Tensor) -> torch.Tensor:
             "DynamicCache, or torch.no_grad(), or say the length beforehand "
             "(`handle.fix_length(...)`)"
         )
+    # Inference tensors may be changed only in inference mode, and tensors that autograd saved for a
+    # backward pass not at all.
     outside = keys.is_inference() and not torch.is_inference_mode_enabled()
     saved = keys.requires_grad or torch.is_grad_enabled()
     return keys.clone() if outside or saved else keys

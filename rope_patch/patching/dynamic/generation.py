@@ -76,20 +76,13 @@ def _version(tensor: torch.Tensor) -> int:
 
 @dataclass
 class _Step:
-    """One decoding step of generate.
+    """One decoding step of generate."""
 
-    Attributes:
-        source: What the step's positions were made from; see `_position_source`.
-        position_ids: The positions that generate passes to the model, `[B, 1]` or `[A, B, 1]`.
-        positions: The same positions as B numbers, where they are known; the highest of several
-            axes.
-        done: Whether the decoder had its forward.
-    """
-
-    source: _TensorSnapshot
-    position_ids: _TensorSnapshot
+    source: _TensorSnapshot  # what the step's positions were made from; see `_position_source`
+    position_ids: _TensorSnapshot  # as generate passes them to the model, [B, 1] or [A, B, 1]
+    # The same positions as B numbers, where they are known; the highest of several axes.
     positions: list[float] | None
-    done: bool = False
+    done: bool = False  # whether the decoder had its forward
 
 
 class GenerationLoop(threading.local):
@@ -369,25 +362,19 @@ class _LimitedGeneratorFactory(WrappedMethod):
 
 
 class _SequencePositions:
-    """Positions of the one sequence that assisted decoding extends.
-
-    Attributes:
-        tokens: Number of ids in the sequence when decoding began.
-        first: Its first position.
-        largest: Its largest position then; not the last one's where positions start anew.
-        last: The position of its last token then, the highest one of several axes.
-    """
+    """Positions, when decoding begins, of the one sequence that assisted decoding extends."""
 
     def __init__(
         self, input_ids: torch.Tensor, model_kwargs: dict[str, Any], axes: int | None
     ) -> None:
-        self.tokens = input_ids.shape[1]
+        self.tokens = input_ids.shape[1]  # number of ids
         embeddings = model_kwargs.get(EMBEDDINGS)
         width = max(self.tokens, 0 if embeddings is None else embeddings.shape[1])
         cached = cached_positions(cache_among(model_kwargs))
         positions, last = prompt_positions(model_kwargs, cached, width, input_ids.device, axes)
+        # `largest` is not the last token's position where positions start anew.
         self.first, self.largest = first_and_last_positions(positions)[0].tolist()
-        self.last = last[0]
+        self.last = last[0]  # position of the last token: the highest of several axes
 
 
 class _CandidateLimit:

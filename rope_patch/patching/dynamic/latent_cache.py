@@ -256,11 +256,9 @@ def _apply(apply: Any, keys: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
 
 
 def _caches_latent(attention: type[nn.Module]) -> bool:
-    """Return whether an attention's forward caches the latent, and expands it behind the cache.
-
-    Transformers 5.0 does so nowhere. Some releases around 5.17 have `expand_kv`, and yet the sparse
-    attentions (DSA) call it ahead of the cache.
-    """
+    """Return whether an attention's forward caches the latent, and expands it behind the cache."""
+    # Transformers 5.0 caches the latent nowhere. Some releases around 5.17 have `expand_kv`, and
+    # yet the sparse attentions (DSA) call it ahead of the cache.
     source = inspect.getsource(attention.forward)
     return "expand_kv(" in source.partition(".update(")[2]
 
@@ -288,9 +286,7 @@ def _indexer_end(indexers: list[nn.Module]) -> str | None:
 
 
 def _writable_indexer_keys(keys: torch.Tensor) -> torch.Tensor:
-    """Return an indexer's keys as a tensor that may be changed in place.
-
-    They choose tokens by their rank, so no gradient flows through them.
-    """
+    """Return an indexer's keys as a tensor that may be changed in place."""
+    # An indexer's keys choose tokens by rank, so no gradient flows through the keys.
     outside = keys.is_inference() and not torch.is_inference_mode_enabled()
     return keys.detach().clone() if outside else keys.detach()

@@ -230,11 +230,7 @@ def _is_rounded_once(
     repeated: bool,
     interleaved: bool,
 ) -> bool | None:
-    """Return how a model's `apply_rotary_pos_emb` rounds, found by calling it.
-
-    Returns:
-        Whether `rope_from_cos_sin` gives its bits with `wide`; None if with neither value.
-    """
+    """Return which `wide` makes `rope_from_cos_sin` give the bits of `apply`; None if neither."""
     if str(apply.__module__).startswith("liger_kernel"):
         return True  # Liger's, which stands in the model's file, is not to be called
     generator = torch.Generator().manual_seed(0)
@@ -405,18 +401,12 @@ Weights = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Deferral(threading.local):
-    """Whether norms are deferred in the call of an attention that this thread is in.
+    """Whether norms are deferred in the call of an attention that this thread is in."""
 
-    Its first norm decides, so that a hook which was added since the last call is seen. The other
-    norm and the rotation follow, so that each norm is applied exactly once.
-
-    Attributes:
-        norms: Those that were decided on; None outside of an attention, and ahead of its norms.
-        weights: Both weights if the norms are deferred, else None.
-    """
-
-    norms: DeferrableNorms | None = None
-    weights: Weights | None = None
+    # The first norm of the call decides, so that a hook which was added since the last call is
+    # seen. The other norm and the rotation follow, so that each norm is applied exactly once.
+    norms: DeferrableNorms | None = None  # None outside of an attention, and ahead of its norms
+    weights: Weights | None = None  # both weights if the norms are deferred
 
 
 _deferral = _Deferral()

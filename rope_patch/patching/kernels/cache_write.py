@@ -39,11 +39,10 @@ def _is_own(function: Any) -> bool:
 
 @functools.cache
 def _probe_update() -> bool:
-    """Return whether a static layer's update is the one that `CacheWrite.update` replaces.
-
-    It writes into the slots from `cumulative_length` on, counts the tokens there, in place, and
-    returns all slots. Old releases of transformers take the slots from another argument.
-    """
+    """Return whether a static layer's update is the one that `CacheWrite.update` replaces."""
+    # The replaced update writes into the slots from `cumulative_length` on, counts the tokens there
+    # in place, and returns all slots. Old releases of transformers take the slots from another
+    # argument.
     if not (_is_own(_CACHE_UPDATE) and _is_own(_LAYER_UPDATE)):
         return False
     outside_of_modes = (_disable_current_modes(), torch.inference_mode(False), torch.no_grad())

@@ -334,11 +334,7 @@ class Visibility:
         return create_mask(shifted, rows, heads, steps, self.slots, str(self.device))
 
     def _checked_mask(self) -> Any:
-        """Return the mask: `[B, S]` for flash attention, flex attention's blocks, else 4-D.
-
-        Raises:
-            ValueError: It has another form.
-        """
+        """Return the mask: `[B, S]` for flash attention, flex attention's blocks, else 4-D."""
         mask = self.call.mask
         if mask is None or (hasattr(mask, "mask_mod") and self.call.adds_mask):
             return mask

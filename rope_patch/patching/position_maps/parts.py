@@ -147,10 +147,7 @@ def _turn_keys(
     stop: int,
     slot: int | None,
 ) -> torch.Tensor:
-    """Return the keys of a region, turned, of the slots before `stop` at least.
-
-    With a record and a place in the cache they are kept, and the next call turns new keys alone.
-    """
+    """Return the keys of a region, turned, of the slots before `stop` at least."""
     facts = view.regions[region]
     if facts.key_shift is None:
         return key
@@ -158,6 +155,8 @@ def _turn_keys(
     if record is None or slot is None or facts.key_rule is None:
         slots = slice(0, stop)
         return rotation.turn(key[:, :, slots], view.key_tables(region, rotation, key, slots))
+    # With a record and a place in the cache, turned keys are kept: the next call turns new keys
+    # alone.
     kept = record.turned.get((slot, rotation))
     if kept is None or kept.rule != facts.key_rule or kept.buffer.dtype != key.dtype:
         kept = TurnedKeys(facts.key_rule, key.new_empty(*key.shape[:2], 0, key.shape[3]))
@@ -249,10 +248,8 @@ def attend_in_torch(
 
 
 def _fits_cpu_operator(*tensors: torch.Tensor) -> bool:
-    """Return whether torch's operator for CPUs takes queries, keys and values as they are.
-
-    These are the conditions under which `scaled_dot_product_attention` chooses it.
-    """
+    """Return whether torch's operator for CPUs takes queries, keys and values as they are."""
+    # These are the conditions under which `scaled_dot_product_attention` chooses it.
     first = tensors[0]
     return first.dtype in _CPU_DTYPES and all(
         each.device.type == "cpu"
@@ -282,11 +279,9 @@ def _on_cpu(
 
 @functools.cache
 def _shares_keys_on_cpu() -> bool:
-    """Return whether torch's operator for CPUs lets several heads share keys.
-
-    That of torch 2.6 reads behind the keys instead, without an error. The keys of this trial lie in
-    front of others, so that it reads its own memory.
-    """
+    """Return whether torch's operator for CPUs lets several heads share keys."""
+    # The operator of torch 2.6 reads behind the keys instead, without an error. The keys of this
+    # trial lie in front of others, so that it reads its own memory.
     values = torch.arange(4.0).view(1, 4, 1, 1).repeat(1, 1, 1, 16)
     shared = values[:, :2]
     output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(values, shared, shared)

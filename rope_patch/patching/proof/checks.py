@@ -322,11 +322,9 @@ def _generated_error(tiny: Subject, lengths: Lengths) -> float:
 
 
 def _growth_error(shallow: Subject, lengths: Lengths) -> float:
-    """Return the error of tokens behind cached ones that were rotated otherwise when they came.
-
-    The layer that is extended comes last, so that its inputs are the same in one pass: all of the
-    difference is in its keys.
-    """
+    """Return the error of tokens behind cached ones that were rotated otherwise when they came."""
+    # The layer that is extended comes last, so that its inputs are the same in one pass: all of the
+    # difference is in its keys.
     first = lengths.trained - 4
     parts = (first, *[1] * 8, lengths.start - first - 8, 1, 3)
     ids, cache, stop, worst = shallow.text(sum(parts)), None, 0, 0.0

@@ -129,11 +129,9 @@ def _facts(model: nn.Module, plan: PatchPlan) -> dict[str, str]:
 
 
 def _source_hash(kind: type) -> str:
-    """Return a hash of the modules that a model's class and its bases are written in.
-
-    Bases of torch and transformers are left out, because their versions are facts of their own.
-    """
+    """Return a hash of the modules that a model's class and its bases are written in."""
     modules = {base.__module__ for base in kind.__mro__}
+    # Bases of torch and transformers are left out, because their versions are facts of their own.
     known = ("builtins", "torch", "transformers")
     names = {name for name in modules if name.partition(".")[0] not in known}
     sources = hashlib.sha256()

@@ -232,14 +232,8 @@ def _tiny_head_dim(fields: dict[str, Any]) -> int:
 
 
 def _shrink_rope(name: str, value: Any, ratio: float) -> Any:
-    """Return rope parameters for heads of another width.
-
-    Args:
-        name: The field's name.
-        value: Its value: parameters, parameters by layer type, or one number for each pair.
-        ratio: The new width / the old one.
-    """
-    if isinstance(value, list):
+    """Return the rope field `name` for heads whose width is `ratio` times the old one."""
+    if isinstance(value, list):  # one number for each pair, or sections of pairs
         if name in ("short_factor", "long_factor"):  # from the fastest pair to the slowest
             count = max(1, round(len(value) * ratio))
             return [value[i * len(value) // count] for i in range(count)]
@@ -252,6 +246,7 @@ def _shrink_rope(name: str, value: Any, ratio: float) -> Any:
     if not isinstance(value, dict):
         shrinks = name in ("original_max_position_embeddings", "partial_rotary_factor")
         return _tiny_value(name, value) if shrinks else value
+    # Parameters, or parameters by layer type.
     tiny = {key: _shrink_rope(key, inner, ratio) for key, inner in value.items()}
     if "yarn" in (tiny.get("rope_type"), tiny.get("type")) and "factor" in tiny:
         tiny["factor"] = 4.0  # reaches TRAINED, as published configs reach their length
@@ -261,10 +256,8 @@ def _shrink_rope(name: str, value: Any, ratio: float) -> Any:
 def _layers(
     fields: dict[str, Any], tiny: dict[str, Any], last: Collection[str | None]
 ) -> dict[str, Any]:
-    """Return the fields of layers: one of each type, or two of the only type.
-
-    With `last`, one layer of each type, and one of those types at the end.
-    """
+    """Return the fields of layers: one of each type, or two of the only type."""
+    # With `last`, there is one layer of each type, and one of the types in `last` is at the end.
     kinds = fields.get("layer_types")
     count = tiny.get("num_hidden_layers", 2)
     picks = list(range(min(count, 1) if last else count))
