@@ -46,7 +46,7 @@ def report(
     from rope_patch.utils import atomic_files
 
     with requires_extra("evaluation needs", "eval"):
-        from rope_patch.evaluation.report import verdict
+        from rope_patch.evaluation.report import conclusions
         from rope_patch.evaluation.report import writer as reporting
     if (len(runs) > 1 or trained) and out is None:
         raise ValueError("a report of several runs needs a folder of its own: give --out FOLDER")
@@ -59,9 +59,9 @@ def report(
         "The saved results are as they were: REMEDY, or give another folder"
     ):
         reporting.write_report(results[0] if len(results) == 1 else results, folder, shown)
-    missing = [gap for result in results for gap in verdict.find_gaps(result)]
+    missing = [gap for result in results for gap in conclusions.find_gaps(result)]
     if missing:
-        logger.error(verdict.gap_sentence(missing))
+        logger.error(conclusions.gap_sentence(missing))
     show_report(folder, as_json)
     if missing:
         raise typer.Exit(VERDICT)
