@@ -32,11 +32,7 @@ R = TypeVar("R")
 
 
 def _require_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function of a model and a method, so that a third positional argument raises.
-
-    Raises:
-        TypeError: A third argument is passed by position.
-    """
+    """Decorate a function of a model and a method, so that a third positional argument raises."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:

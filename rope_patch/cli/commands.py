@@ -176,14 +176,8 @@ def _add(
     plugins: bool = False,
     takes_any: bool = False,
 ) -> None:
-    """Add a command to the app.
-
-    Args:
-        command: Its function.
-        name: Its name, where the function has another.
-        plugins: Whether it takes methods from outside, by `--plugin`.
-        takes_any: Whether its context has options that it does not declare.
-    """
+    """Add a command to the app; `plugins` lets it take methods from outside by `--plugin`."""
+    # With `takes_any`, options are passed on: keys of recipes, and those of transformers' server.
     settings = {"allow_extra_args": True, "ignore_unknown_options": True} if takes_any else None
     app.command(name, cls=Command, context_settings=settings)(for_typer(command, plugins))
 

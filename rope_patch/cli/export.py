@@ -93,18 +93,7 @@ def export(
 def _meta_model(
     path: str, engine: str, patched: bool, start: str, trained_length: int | None
 ) -> Any:
-    """Return a model without weights.
-
-    Args:
-        path: The model's folder or name.
-        engine: The engine, for the error.
-        patched: Whether to keep the patch that a folder was saved with, or to undo it.
-        start: See `rope_patch.patch`.
-        trained_length: See `rope_patch.patch`.
-
-    Raises:
-        ValueError: The folder was saved with a patch that its config cannot express.
-    """
+    """Return a model without weights, with the patch that it was saved with, or without."""
     from rope_patch.pretrained.loading import empty_model, read_config, read_original_config
     from rope_patch.pretrained.sidecar import SIDECAR, read_sidecar
 

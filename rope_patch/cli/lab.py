@@ -82,11 +82,7 @@ def lab(
 
 
 def _lengths(text: str) -> list[int]:
-    """Return lengths that a text names by commas.
-
-    Raises:
-        ValueError: One is no whole number.
-    """
+    """Return lengths that a text names by commas."""
     try:
         return [int(word) for word in options.split_commas(text)]
     except ValueError:
@@ -96,11 +92,7 @@ def _lengths(text: str) -> list[int]:
 
 
 def _steps(text: str | None, quick: bool) -> tuple[int, int]:
-    """Return the steps of text and of recall.
-
-    Raises:
-        ValueError: The text is neither a number nor tasks with numbers.
-    """
+    """Return the steps of text and of recall."""
     from rope_patch.lab.settings import QUICK_TEXT_STEPS, RECALL_STEPS, TASKS, TEXT_STEPS
 
     given = {"text": QUICK_TEXT_STEPS if quick else TEXT_STEPS, "recall": RECALL_STEPS}

@@ -68,12 +68,7 @@ def report(
 
 
 def _with_trained(results: list[RunRecord], trained: list[str]) -> RunRecord:
-    """Return the results with those on weights that were trained further, as further methods.
-
-    Args:
-        results: Runs of one model.
-        trained: `[LABEL=]FOLDER` of each run to add.
-    """
+    """Return the results with those on weights that were trained further, as further methods."""
     from rope_patch.evaluation.report.merging import add_other_weights, merge_runs
 
     merged = merge_runs(results)
@@ -83,7 +78,7 @@ def _with_trained(results: list[RunRecord], trained: list[str]) -> RunRecord:
             "kinds of runs: give those before training alone"
         )
     (both,) = merged
-    for text in trained:
+    for text in trained:  # [LABEL=]FOLDER
         # A folder's own name may have the sign, too, such as lr=1e-5.
         has_label = "=" in text and not Path(text).exists()
         given, _, path = text.partition("=") if has_label else ("", "", text)

@@ -210,11 +210,8 @@ def adapter_base(folder: str | os.PathLike[str]) -> tuple[str, str | None]:
 
 
 def _require_matching_model(peft: Any, base: Any, folder: str | os.PathLike[str]) -> None:
-    """Raise if an adapter does not fit a model.
-
-    Tries it on an empty copy, because PEFT changes a model before it finds out.
-    """
-    try:
+    """Raise if an adapter does not fit a model."""
+    try:  # on an empty copy, because PEFT changes a model before it finds out
         with torch.device("meta"):
             empty = type(base)(copy.deepcopy(base.config))
         with warnings.catch_warnings():

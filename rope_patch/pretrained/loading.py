@@ -455,14 +455,11 @@ def _was_trained(folder: Path) -> bool:
 
 
 def _changed_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> Any:
-    """Return the config of a saved folder with changes to its text part.
-
-    They are made before transformers reads it, because not every version reads every scaling.
-    """
+    """Return the config of a saved folder with changes to its text part."""
     require_model_folder(folder, None)
     try:
         fields = parse_json((folder / "config.json").read_text())
-        change(fields.get("text_config", fields))
+        change(fields.get("text_config", fields))  # before: not all releases read every scaling
         return AutoConfig.for_model(**fields)
     except Refused:
         raise

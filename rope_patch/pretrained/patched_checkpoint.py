@@ -172,16 +172,11 @@ def _source_folder(model: str) -> Path:
     return source
 
 
-def _files(source: Path, rewrites: bool) -> list[Path]:
-    """Return the files that belong to a checkpoint, without those that are written anew.
-
-    Args:
-        source: The checkpoint.
-        rewrites: Whether the weights are written anew, too.
-    """
+def _files(source: Path, rewrites_weights: bool) -> list[Path]:
+    """Return the files that belong to a checkpoint, without those that are written anew."""
     files = []
     written = {"config.json", SIDECAR, TABLES}
-    skipped = (*_NOT_TAKEN, *_WEIGHTS, "*.index.json") if rewrites else _NOT_TAKEN
+    skipped = (*_NOT_TAKEN, *_WEIGHTS, "*.index.json") if rewrites_weights else _NOT_TAKEN
     for path in sorted(source.rglob("*")):
         parts = path.relative_to(source).parts
         taken = not any(Path(part).match(name) for part in parts for name in skipped)

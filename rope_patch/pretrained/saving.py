@@ -119,12 +119,7 @@ def _require_folder(folder: str | os.PathLike[str]) -> Path:
 def _write_folder(
     model: nn.Module, handle: Patch | EncodingPatch, folder: Path, tokenizer: Any
 ) -> tuple[list[Path], bool, str | None]:
-    """Write a patched model into a temporary folder, then move it into place.
-
-    Returns:
-        The folders of its adapters, whether plain transformers loads the model to the same logits,
-        and why it cannot load it at all, if so.
-    """
+    """Write a patched model; return its adapters' folders, and what `record_patch` returns."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         staging = Path(temporary)
@@ -254,10 +249,7 @@ def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
 
 
 def _loading_problem(folder: Path, model: nn.Module) -> str | None:
-    """Return why the installed transformers cannot load a folder by itself, or None if it can.
-
-    Probes transformers: reads the config and builds rotary modules like the model's from it.
-    """
+    """Return why the installed transformers cannot load a folder by itself, or None if it can."""
     try:
         config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
         for rotary in find_rotaries(model):
@@ -291,10 +283,7 @@ def _complete_config(path: Path, model: nn.Module, handle: Patch) -> None:
 
 
 def _refuse_adapter_beside_model(folder: Path, adapters: list[Path]) -> None:
-    """Raise if an adapter and a whole model would share a folder.
-
-    transformers would load the adapter on top of the model without being asked.
-    """
+    """Raise if an adapter and a whole model would share a folder."""
     other_file, content = (
         ("config.json", "an adapter") if adapters else (ADAPTER_CONFIG, "a whole model")
     )

@@ -191,11 +191,7 @@ def _make_compute(name: str) -> Callable[..., tuple[torch.Tensor, float]]:
 
 
 def _make_validate(name: str) -> Callable[..., None]:
-    """Return the method with which transformers' configs validate `rope_parameters`.
-
-    It warns, as transformers' own do, so that an invalid config can be read and mended. Building a
-    model from it raises.
-    """
+    """Return the method with which transformers' configs validate `rope_parameters`."""
 
     def validate(self: Any, rope_parameters: Any, ignore_keys: Any = None) -> None:
         self._check_received_keys(
@@ -210,6 +206,8 @@ def _make_validate(name: str) -> Callable[..., None]:
             _build_method(name, rope_parameters)
             _trained_length(self, rope_parameters)
         except (ValueError, TypeError) as error:
+            # As transformers' own do, so that an invalid config can be read and mended. Building a
+            # model from it raises.
             logger.warning("rope_type %r in rope_parameters: %s", name, error)
 
     return validate

@@ -185,12 +185,10 @@ def _require_unpatched(model: Any) -> None:
 
 
 def _choose_short_length(requested: int | None, trained: int, tokenizer: Any) -> int:
-    """Return the tokens of samples within the trained length: half of it, unless requested.
-
-    A tokenizer makes needles, which may have room within the whole trained length alone.
-    """
+    """Return the tokens of samples within the trained length: half of it, unless requested."""
     short = trained // 2 if requested is None else requested
     makes_needles = requested is None and tokenizer is not None
+    # Half of a short trained length may have no room for needles.
     if makes_needles and needles_refusal(tokenizer, short):
         short = short if needles_refusal(tokenizer, trained) else trained
     if not 1 < short <= trained:

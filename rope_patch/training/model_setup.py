@@ -184,12 +184,9 @@ def _require_short_rows(positions: str, row_length: int, trained: int, target: i
 
 
 def _patch_leaky(model: Any, request: Extension, row_length: int, target_length: int) -> Patch:
-    """Patch a model so that short rows have the distances of about one and a half targets.
-
-    Far distances grow faster, by the inverse of Leaky ReRoPE; the finished model reads without it.
-
-    Source: J. Su, kexue.fm/archives/9728: a window of a quarter of the row, and k = 1 / (2 factor).
-    """
+    """Patch a model so that short rows have the distances of about one and a half targets."""
+    # Far distances grow faster, by the inverse of Leaky ReRoPE; the finished model reads without
+    # it. J. Su, kexue.fm/archives/9728: a window of a quarter of the row, and k = 1 / (2 factor).
     window, k = max(1, row_length // 4), row_length / (2 * target_length)
     return patch_rotation(
         model,
