@@ -325,20 +325,8 @@ class SqueezedDistances:
 
 
 @dataclass(frozen=True, eq=False)
-class SqueezedBuckets:
-    """A module's bucket function, called with squeezed distances.
-
-    Attributes:
-        site: The module's site.
-        stretch: How far it is extended.
-        own: The module's own function.
-        counter: What counts the tokens of a call; None if the call or the target says it.
-    """
-
-    site: BucketsSite
-    stretch: Stretch
-    own: Any
-    counter: TokenCounter | None = None
+class SqueezedBuckets(SqueezedDistances):
+    """A module's bucket function, called with squeezed distances."""
 
     def __call__(
         self,

@@ -90,9 +90,9 @@ class Site(ABC):
     def trained_length(self, config: Any) -> int | None:
         """Return the tokens of pretraining that the config states; None if it does not."""
 
-    @abstractmethod
     def changes(self, stretch: Stretch) -> bool:
         """Return whether a stretch would change anything."""
+        return stretch.is_dynamic or stretch.factor > 1
 
     def config_fields(self, config: Any, stretch: Stretch) -> dict[str, int]:
         """Return the fields of the config that the stretch sets, with their new values."""

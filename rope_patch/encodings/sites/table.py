@@ -42,10 +42,6 @@ class TableSite(Site):
         usable = len(self.table) - self.detected.first_row
         return min([usable, *(getattr(config, name) for name in self.detected.fields)])
 
-    def changes(self, stretch: Stretch) -> bool:
-        """Return whether there are more rows to come."""
-        return stretch.factor > 1
-
     def config_fields(self, config: Any, stretch: Stretch) -> dict[str, int]:
         """Return the fields that say how many rows there are."""
         assert stretch.length is not None
@@ -83,7 +79,12 @@ class TableSite(Site):
             undo_log.hook(decoder, before=guard.check, after=guard.mark)
         for module in model.modules():  # Pegasus and DistilBERT make a table of another size
             if callable(getattr(module, _RESIZE, None)):
-                undo_log.set(module, _RESIZE, ResizeGuard(self.name))
+                refusal = FunctionRefusal(
+                    f"{self.name} is stretched by a patch, and a resized table would not be: "
+                    "expected undo() first, or rope_patch.patch with another length instead of "
+                    "resizing"
+                )
+                undo_log.set(module, _RESIZE, refusal)
         more = len(longer) - len(old)
         for name, module in model.named_modules():
             for attribute, buffer in list(module._buffers.items()):
@@ -140,8 +141,8 @@ class SinusoidalTableSite(TableSite):
         for layout in ("halves", "interleaved", "cosines first"):
             for law in LAWS:
                 site = cls(name, module, detected, layout, law)
-                start = detected.first_row  # fairseq's tables begin at angle 2, in row 2
-                expected = site.compute(torch.arange(start, start + len(table) - first))
+                # fairseq's tables begin at angle 2, in row 2
+                expected = site.compute(torch.arange(first, len(table)))
                 if torch.allclose(table[first:].double().cpu(), expected, rtol=0, atol=_TOLERANCE):
                     return site
         return None
@@ -172,54 +173,31 @@ class SinusoidalTableSite(TableSite):
         """Put the computed table in; a module that grows by itself grows no further."""
         super().apply(model, stretch, undo_log)
         if hasattr(self.module, "make_weights"):
-            undo_log.set(self.module, "make_weights", RowsEnd(self.name, stretch))
+            refusal = FunctionRefusal(
+                f"the text is longer than the {stretch.length:,} positions that {self.name} was "
+                "stretched to, and rows that it adds by itself would not be stretched: expected a "
+                "shorter text, or a patch with a larger factor"
+            )
+            undo_log.set(self.module, "make_weights", refusal)
 
 
 @dataclass(frozen=True)
-class RowsEnd:
-    """Replacement of a module's own growth, whose rows would not be stretched.
+class FunctionRefusal:
+    """Replacement of a module's own function, which would put unstretched rows in.
 
     Attributes:
-        name: The module's name.
-        stretch: How far its table goes.
+        message: Says why it does not run, and how to go on.
     """
 
-    name: str
-    stretch: Stretch
+    message: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Refuse.
 
         Raises:
-            ValueError: Always; says how to go on.
+            ValueError: Always.
         """
-        raise Refused(
-            f"the text is longer than the {self.stretch.length:,} positions that {self.name} was "
-            "stretched to, and rows that it adds by itself would not be stretched: expected a "
-            "shorter text, or a patch with a larger factor"
-        )
-
-
-@dataclass(frozen=True)
-class ResizeGuard:
-    """Replacement of a model's own resizing, which would put an unstretched table in.
-
-    Attributes:
-        name: The table's module.
-    """
-
-    name: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse.
-
-        Raises:
-            ValueError: Always; says how to go on.
-        """
-        raise Refused(
-            f"{self.name} is stretched by a patch, and a resized table would not be: expected "
-            "undo() first, or rope_patch.patch with another length instead of resizing"
-        )
+        raise Refused(self.message)
 
 
 def _lengthen(buffer: torch.Tensor, more: int, name: str) -> torch.Tensor:
