@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from rope_patch.encodings.sites.site import CacheGuard, DetectedTable, Site, Stretch
+from rope_patch.encodings.sites.site import CacheGuard, DetectedTable, Site, SiteFacts, Stretch
 from rope_patch.encodings.tables import LAWS, STRETCHES, ntk_base, sinusoidal_table, stretch_table
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.positions import install_position_rule
@@ -41,6 +41,16 @@ class TableSite(Site):
         """Return the rows that positions use."""
         usable = len(self.table) - self.detected.first_row
         return min([usable, *(getattr(config, name) for name in self.detected.fields)])
+
+    def longest_text(self, config: Any) -> int | None:
+        """Return the rows of positions; None if the module adds more by itself."""
+        rows = len(self.table) - self.detected.first_row
+        return None if hasattr(self.module, "make_weights") else rows
+
+    def facts(self, model: nn.Module, stretch: Stretch | None = None) -> SiteFacts:
+        """Return the site's facts with its table."""
+        facts = super().facts(model, stretch)
+        return replace(facts, table=self.detected.attribute, fields=self.detected.fields)
 
     def config_fields(self, config: Any, stretch: Stretch) -> dict[str, int]:
         """Return the fields that say how many rows there are."""
@@ -179,6 +189,10 @@ class SinusoidalTableSite(TableSite):
                 "shorter text, or a patch with a larger factor"
             )
             undo_log.set(self.module, "make_weights", refusal)
+
+
+# Whose trained length is a number of rows. Folders of their patches hold the rows from before.
+TABLE_KINDS = frozenset({LearnedTableSite.kind, SinusoidalTableSite.kind})
 
 
 @dataclass(frozen=True)
