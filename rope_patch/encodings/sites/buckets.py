@@ -78,11 +78,10 @@ class BucketsSite(Site):
         facts = super().facts(model, stretch)
         if stretch is None or stretch.formula != "max-distance":
             return facts
-        # One field is for encoder and decoder, and none for the modules of biases that UDOP has.
-        owners = [module for module in model.modules() if _owns_buckets(module)]
-        numbers = {getattr(owner, _MAX_DISTANCE) for owner in owners}
-        is_stated = self.module in owners and len(numbers) == 1
-        if not is_stated:
+        # One field is for encoder and decoder. UDOP's encoder has modules of biases that do not
+        # read it, and an attention that keeps the old number.
+        numbers = {getattr(m, _MAX_DISTANCE) for m in model.modules() if _owns_buckets(m)}
+        if len(numbers) != 1:
             return facts
         return replace(facts, number=(_MAX_DISTANCE, self.max_distance, numbers.pop()))
 
