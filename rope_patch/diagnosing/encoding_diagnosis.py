@@ -3,56 +3,28 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NoReturn
 
 from rope_patch.diagnosing.subject import Subject
-from rope_patch.encodings.replacement.encoding import find_encoding, rotation_refusal
+from rope_patch.encodings.replacement.encoding import rotation_refusal
 from rope_patch.encodings.sites.handle import current_encoding
-from rope_patch.encodings.sites.plan import find_sites
-from rope_patch.encodings.sites.probe import UnknownEncoding, transformers_model
+from rope_patch.encodings.sites.plan import encoding_facts
+from rope_patch.encodings.sites.site import SiteFacts
+from rope_patch.encodings.sites.table import TABLE_KINDS
 from rope_patch.entry_points import check_encoding
 from rope_patch.extension import Extension
 from rope_patch.pretrained.encoding_checkpoint import is_encoding_sidecar
 from rope_patch.utils.errors import Refused, text_html
 
-if TYPE_CHECKING:
-    from rope_patch.encodings.sites.site import Site
-
+# Each kind in words, and the method that keeps near positions and interpolates far ones, if any.
 _KINDS = {
-    "learned": "a learned table",
-    "counted": "a formula's table, read at any position",
-    "sinusoidal": "a sinusoidal table",
-    "alibi": "ALiBi, a bias that falls with distance by another slope in each head",
-    "t5": "T5's buckets of distances, each with a learned bias",
+    "learned": ("a learned table", "linear"),
+    "counted": ("a formula's table, read at any position", "linear"),
+    "sinusoidal": ("a sinusoidal table", "linear"),
+    "alibi": ("ALiBi, a bias that falls with distance by another slope in each head", "ntk"),
+    "t5": ("T5's buckets of distances, each with a learned bias", "log-tail"),
 }
-# Method that keeps near positions and interpolates far ones, if the encoding has one.
-_DEFAULTS = {
-    "learned": "linear",
-    "counted": "linear",
-    "sinusoidal": "linear",
-    "alibi": "ntk",
-    "t5": "log-tail",
-}
-
-
-@dataclass(frozen=True)
-class SiteFacts:
-    """A place where positions enter a model.
-
-    Attributes:
-        name: Its module.
-        part: "encoder" or "decoder".
-        kind: "learned", "counted", "sinusoidal", "alibi" or "t5".
-        trained_length: Tokens of pretraining; None if neither a table nor the config says them.
-        methods: What extends it.
-    """
-
-    name: str
-    part: str
-    kind: str
-    trained_length: int | None
-    methods: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -82,7 +54,9 @@ class EncodingDiagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return asdict(self) | {"healthy": self.healthy}
+        shown = [field.name for field in fields(SiteFacts) if field.repr]
+        sites = tuple({name: getattr(site, name) for name in shown} for site in self.sites)
+        return asdict(self) | {"sites": sites, "healthy": self.healthy}
 
     def plot(self, path: str | os.PathLike[str]) -> NoReturn:
         """Refuse, as there are no pairs to draw.
@@ -101,12 +75,12 @@ class EncodingDiagnosis:
             length = site.trained_length
             known = (
                 f"{length:,} positions"
-                if site.kind in ("learned", "sinusoidal")
+                if site.kind in TABLE_KINDS
                 else (
                     "trained length unknown" if length is None else f"trained on {length:,} tokens"
                 )
             )
-            lines.append(f"  {_KINDS[site.kind]}: {site.name}, {known}")
+            lines.append(f"  {_KINDS[site.kind][0]}: {site.name}, {known}")
             lines.append(f"    extended by {', '.join(site.methods)}")
         if self.patched:
             lines.append(f"patched by rope_patch: {self.patched}; told as it was before")
@@ -128,55 +102,47 @@ def diagnose_encoding(subject: Subject, extension: Extension) -> EncodingDiagnos
     """
     if subject.model is None:
         return None
-    encoding = find_encoding(subject.model)
-    if encoding is not None and encoding.name == "none":
+    facts = encoding_facts(subject.model)
+    if facts.replacement == "none":
         raise Refused(
             "the model has no positions (rope_patch.encode): expected one that has; its attention "
             "can be sharpened, as by rope_patch.patch(model, 'nope', temperature='log-n')"
         )
-    refusal = rotation_refusal(subject.model)
-    if refusal is None:
-        return None
-    try:
-        _, model = transformers_model(subject.model)
-        sites = find_sites(model)
-    except UnknownEncoding:
-        if encoding is not None:
-            raise refusal from None
-        return None
-    if not sites:
-        return None
-    method = extension.method if extension.method != "default" else _DEFAULTS[sites[0].kind]
+    if not facts.sites:
+        refusal = rotation_refusal(subject.model)
+        if facts.replacement is None or refusal is None:
+            return None
+        raise refusal
+    default = _KINDS[facts.sites[0].kind][1]
+    method = extension.method if extension.method != "default" else default
     wanted = replace(extension, method=method)
     effect: tuple[str, ...] = ()
     patched, trained = _patched(subject)
     trained = trained if extension.trained_length is None else extension.trained_length
     if (extension.factor, extension.length) != (None, None) or method.startswith("dynamic-"):
-        plan = check_encoding(model, replace(wanted, trained_length=trained))
+        plan = check_encoding(subject.model, replace(wanted, trained_length=trained))
         assert plan is not None
         effect = tuple(site.describe(plan.stretch) for site in plan.sites)
+    sites = facts.sites
+    if trained is not None:
+        sites = tuple(replace(site, trained_length=trained) for site in sites)
     return EncodingDiagnosis(
         model_type=subject.config.model_type,
-        sites=tuple(_facts(site, model.config, trained) for site in sites),
+        sites=sites,
         method=method,
         effect=effect,
-        python=subject.patch_call(method, _arguments(wanted, sites, model.config)),
+        python=subject.patch_call(method, _arguments(wanted, facts.sites)),
         patched=patched,
     )
 
 
-def _facts(site: Site, config: Any, trained: int | None) -> SiteFacts:
-    length = site.trained_length(config) if trained is None else trained
-    return SiteFacts(site.name, site.part, site.kind, length, site.methods)
-
-
-def _arguments(extension: Extension, sites: list[Site], config: Any) -> str:
+def _arguments(extension: Extension, sites: tuple[SiteFacts, ...]) -> str:
     """Return the arguments of the line that extends the model, with those that it needs."""
     arguments = {k: v for k, v in extension.arguments().items() if k != "start"}
     is_dynamic = extension.method.startswith("dynamic-")
     if not is_dynamic and not arguments.keys() & {"factor", "length"}:
         arguments["factor"] = 4
-    lengths = {site.trained_length(config) for site in sites}
+    lengths = {site.trained_length for site in sites}
     if lengths == {None} and extension.trained_length is None:
         arguments["trained_length"] = "..."
     elif len(lengths) > 1 and extension.layer_types is None:

@@ -2,7 +2,8 @@
 
 `tables` and `biases` are pure functions in float64. `sites` finds where a model keeps positions,
 and extends it; `patch` comes here with what does not rotate. `replacement` gives an untrained
-decoder another encoding (`encode`). Open `sites/plan.py` first.
+decoder another encoding (`encode`). Open `sites/plan.py` first. Code that stores, exports, measures
+or describes such models asks `encoding_facts(model)`, and a patch its `facts`.
 """
 
 from rope_patch.utils.front import front
@@ -18,6 +19,8 @@ front(
         "replacement.entry_point": "encode list_encodings",
         "replacement.hooks": "AttentionHook biased_mask SharedTensors Slots",
         "sites.buckets": "BucketsSite",
+        "sites.plan": "EncodingFacts encoding_facts",
+        "sites.site": "SiteFacts",
         "sites.slopes": "SlopesSite",
         "sites.table": "LearnedTableSite SinusoidalTableSite",
         "tables": (

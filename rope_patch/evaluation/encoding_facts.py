@@ -6,10 +6,8 @@ from typing import Any
 
 from rope_patch.encodings.replacement.encoding import rotation_refusal
 from rope_patch.encodings.sites.handle import EncodingPatch
-from rope_patch.encodings.sites.plan import EncodingPlan, find_sites
-from rope_patch.encodings.sites.probe import UnknownEncoding
+from rope_patch.encodings.sites.plan import EncodingPlan, encoding_facts, find_sites
 from rope_patch.encodings.sites.site import Site
-from rope_patch.encodings.sites.table import TableSite
 from rope_patch.geometry import Geometry
 from rope_patch.original_config import original_config
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
@@ -72,7 +70,7 @@ class RowsGuard:
 
     Attributes:
         model: The model.
-        sites: Its sites.
+        sites: Its sites, and not their facts, because a patch may lengthen tables later.
     """
 
     def __init__(self, model: Any, sites: list[Site]) -> None:
@@ -98,11 +96,7 @@ class RowsGuard:
             return
         tokens = call.tokens.shape[1] + int(call.cached_tokens())
         for site in self.sites:
-            rows = None
-            if isinstance(site, TableSite) and not hasattr(site.module, "make_weights"):
-                rows = len(site.table) - site.detected.first_row
-            elif site.kind == "alibi":
-                rows = getattr(self.model.config, "max_seq_len", None)
+            rows = site.longest_text(self.model.config)
             if rows is not None and tokens > rows:
                 raise Refused(
                     f"{site.name} tells {rows:,} positions apart, and the text has {tokens:,}"
@@ -116,7 +110,7 @@ def encoding_label(handle: EncodingPatch) -> str:
 
 def encoding_identity(handle: EncodingPatch) -> list[Any]:
     """Return what a patch changes, for the keys of stored answers."""
-    parts = sorted({site.part for site in handle.sites})
+    parts = sorted({site.part for site in handle.facts.sites})
     return ["positions", handle.method, handle.trained_length, handle.length, parts]
 
 
@@ -126,11 +120,8 @@ def _rotates(text: Any) -> bool:
 
 def _site_length(path: str, config: Any, trained_length: int | None) -> int | None:
     """Return the trained length of a model that does not rotate; None if it has no known sites."""
-    try:
-        sites = find_sites(empty_model(path, config))
-    except UnknownEncoding:
-        return None
-    lengths = [trained_length, *(site.trained_length(config) for site in sites)]
+    sites = encoding_facts(empty_model(path, config)).sites
+    lengths = [trained_length, *(site.trained_length for site in sites)]
     length = next((length for length in lengths if length is not None), None)
     if sites and length is None:
         raise Refused(

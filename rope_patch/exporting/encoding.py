@@ -7,12 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_patch.encodings.replacement.encoding import find_encoding, rotation_refusal
-from rope_patch.encodings.sites.buckets import MAX_DISTANCE, owns_buckets
 from rope_patch.encodings.sites.handle import EncodingPatch, current_encoding
-from rope_patch.encodings.sites.plan import find_sites
-from rope_patch.encodings.sites.probe import UnknownEncoding, transformers_model
-from rope_patch.encodings.sites.site import Site
+from rope_patch.encodings.sites.plan import EncodingFacts, encoding_facts
 from rope_patch.exporting.target import Export
 from rope_patch.pretrained.loading import empty_model
 from rope_patch.utils.errors import Refused
@@ -33,56 +29,46 @@ def export_encoding(model_or_config: Any, engine: str) -> Export | None:
         model = empty_model(type(model).__name__, model, any_kind=True)
     if not isinstance(model, nn.Module):
         return None
-    encoding = find_encoding(model)
-    if encoding is not None and encoding.name != "rope":  # the config says that one
+    facts = encoding_facts(model)
+    if facts.replacement is not None:
         raise Refused(
-            f"{engine} has no form for the encoding {encoding.name!r}, which rope_patch.encode "
+            f"{engine} has no form for the encoding {facts.replacement!r}, which rope_patch.encode "
             "gave the model: expected a model with its class's own encoding; serve this one with "
             "transformers and rope_patch.load"
         )
-    if rotation_refusal(model) is None:
-        return None
-    try:
-        _, inner = transformers_model(model)
-        sites = find_sites(inner)
-    except UnknownEncoding:
-        return None
-    if not sites:
+    if not facts.sites:
         return None
     handle = current_encoding(model)
     if handle is not None:
         return _export_patched(handle, engine)
-    return _export_checkpoint(sites, inner.config, engine)
+    return _export_checkpoint(facts, engine)
 
 
 def _export_patched(handle: EncodingPatch, engine: str) -> Export:
-    if handle.method == "max-distance" and engine in _TRANSFORMERS:
-        distances = {getattr(m, MAX_DISTANCE) for m in handle.model.modules() if owns_buckets(m)}
-        if len(distances) == 1:
-            return Export(engine=engine, config={MAX_DISTANCE: distances.pop()})
-    if all(site.kind == "learned" for site in handle.sites):
+    facts = handle.facts
+    if facts.stated and engine in _TRANSFORMERS:
+        return Export(engine=engine, config={name: number for name, _, number in facts.stated})
+    if facts.kinds == "learned":
         raise Refused(
             f"{engine} cannot be told of {handle}: the stretched table is among the weights, and "
             "no field or argument says it; write it with rope_patch.save, or `rope-patch patch "
             "MODEL --to FOLDER`, and export that folder"
         )
-    kinds = " and ".join(dict.fromkeys(site.kind for site in handle.sites))
     raise Refused(
-        f"{engine} cannot run {handle}: no config says other {kinds} positions; serve the model "
-        "with transformers and rope_patch.load"
+        f"{engine} cannot run {handle}: no config says other {facts.kinds} positions; serve the "
+        "model with transformers and rope_patch.load"
     )
 
 
-def _export_checkpoint(sites: list[Site], config: Any, engine: str) -> Export:
+def _export_checkpoint(facts: EncodingFacts, engine: str) -> Export:
     """Return what a checkpoint needs whose positions are all in its config and weights."""
     note = "its positions are in config.json and the weights: the folder is all that is needed"
     if engine in _TRANSFORMERS:
         return Export(engine=engine, notes=[note])
-    length = sites[-1].trained_length(config)
-    if engine == "vllm" and length is not None and {s.kind for s in sites} == {"learned"}:
+    length = facts.sites[-1].trained_length
+    if engine == "vllm" and length is not None and facts.kinds == "learned":
         return Export(engine=engine, arguments=["--max-model-len", str(length)], notes=[note])
-    kinds = " and ".join(dict.fromkeys(site.kind for site in sites))
     raise Refused(
-        f"what {engine} makes of {kinds} positions is not known here: exports of models that do "
-        "not rotate are for transformers, and of learned tables for vllm, too"
+        f"what {engine} makes of {facts.kinds} positions is not known here: exports of models that "
+        "do not rotate are for transformers, and of learned tables for vllm, too"
     )

@@ -307,5 +307,5 @@ def is_same_encoding(active: EncodingPatch, sidecar: dict[str, Any]) -> bool:
         active.method == sidecar["method"]
         and active.trained_length == sidecar["trained_length"]
         and active.length == sidecar["target_length"]
-        and {site.name for site in active.sites} == set(sidecar["positions"])
+        and {site.name for site in active.facts.sites} == set(sidecar["positions"])
     )

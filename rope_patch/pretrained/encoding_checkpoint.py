@@ -30,10 +30,11 @@ from transformers.utils import logging as transformers_logging
 
 from rope_patch.encodings.active import current
 from rope_patch.encodings.replacement.entry_point import EncodedModel, encode
-from rope_patch.encodings.sites.buckets import MAX_DISTANCE, owns_buckets
 from rope_patch.encodings.sites.handle import EncodingPatch
+from rope_patch.encodings.sites.plan import encoding_facts
 from rope_patch.encodings.sites.probe import small_config
-from rope_patch.encodings.sites.table import TableSite
+from rope_patch.encodings.sites.site import SiteFacts
+from rope_patch.encodings.sites.table import TABLE_KINDS
 from rope_patch.entry_points import patch
 from rope_patch.extension import Extension
 from rope_patch.patching.handle import Patch
@@ -61,9 +62,9 @@ def encoding_sidecar(handle: EncodingPatch, native: bool) -> dict[str, Any]:
         native: Whether plain transformers loads the folder to the same logits.
     """
     extension = replace(handle.extension, kernels="auto")
-    original = dict(handle.original)
-    if native and handle.method == "max-distance":
-        original[MAX_DISTANCE] = handle.original_value(handle.sites[0], MAX_DISTANCE)
+    facts, original = handle.facts, dict(handle.original)
+    if native:
+        original |= {name: before for name, before, _ in facts.stated}
     return {
         "rope_patch": version("rope-patch"),
         "transformers": version("transformers"),
@@ -71,7 +72,7 @@ def encoding_sidecar(handle: EncodingPatch, native: bool) -> dict[str, Any]:
         "target_length": handle.length,
         "native": native,
         "original": original,
-        _POSITIONS: {site.name: site.kind for site in handle.sites},
+        _POSITIONS: {site.name: site.kind for site in facts.sites},
     }
 
 
@@ -84,22 +85,18 @@ def record_encoding(folder: Path, handle: EncodingPatch) -> dict[str, Any]:
     """
     path = folder / "config.json"
     config = parse_json(path.read_text())
-    if (distance := _new_max_distance(handle)) is not None:
-        path.write_text(json.dumps({**config, MAX_DISTANCE: distance}, indent=2) + "\n")
+    if stated := {name: number for name, _, number in handle.facts.stated}:
+        path.write_text(json.dumps({**config, **stated}, indent=2) + "\n")
     native = _loads_natively(folder, handle)
     if not native:
         # A stretched table among the weights needs its length, or nothing loads the folder.
-        kept = {
-            name
-            for site in handle.sites
-            if isinstance(site, TableSite) and _is_saved(site, handle)
-            for name in site.detected.fields
-        }
+        tables = handle.facts.tables
+        kept = {name for site in tables if _is_saved(site, handle.model) for name in site.fields}
         unpatched = {k: v for k, v in handle.original.items() if k not in kept}
         path.write_text(json.dumps({**config, **unpatched}, indent=2) + "\n")
-    tables = dict(_tables(handle, with_patched=not native))
-    if tables:
-        save_file(tables, folder / TABLES, metadata={"format": "pt"})
+    tensors = dict(_tables(handle, with_patched=not native))
+    if tensors:
+        save_file(tensors, folder / TABLES, metadata={"format": "pt"})
     return encoding_sidecar(handle, native)
 
 
@@ -151,36 +148,23 @@ def restore_tables(handle: EncodingPatch, patched: dict[str, torch.Tensor]) -> N
     They differ from what the method computes where they were trained under the patch.
     """
     with torch.no_grad():
-        for site in handle.sites:
-            if isinstance(site, TableSite) and site.name in patched:
-                site.table.copy_(patched[site.name])
+        for name, _, _, table in handle.tables():
+            if name in patched:
+                table.copy_(patched[name])
 
 
 def _tables(handle: EncodingPatch, *, with_patched: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tables before the patch, and those under it where no checkpoint has them."""
-    for site in handle.sites:
-        if isinstance(site, TableSite):
-            key = f"{site.name}.{site.detected.attribute}"
-            original = handle.original_value(site, site.detected.attribute)
-            yield f"{_ORIGINAL}{key}", original.detach().cpu().contiguous()
-            if with_patched:
-                yield f"{_PATCHED}{key}", site.table.detach().cpu().contiguous()
+    for name, attribute, original, present in handle.tables():
+        yield f"{_ORIGINAL}{name}.{attribute}", original.detach().cpu().contiguous()
+        if with_patched:
+            yield f"{_PATCHED}{name}.{attribute}", present.detach().cpu().contiguous()
 
 
-def _is_saved(site: TableSite, handle: EncodingPatch) -> bool:
+def _is_saved(site: SiteFacts, model: Any) -> bool:
     """Return whether a checkpoint holds a site's table."""
-    model: Any = handle.model
-    key = f"{site.name}.{site.detected.attribute}"
+    key = f"{site.name}.{site.table}"
     return key in model.state_dict() and key not in (model._keys_to_ignore_on_save or ())
-
-
-def _new_max_distance(handle: EncodingPatch) -> int | None:
-    """Return T5's largest distance if it is what the patch changed; else None."""
-    if handle.method != "max-distance":
-        return None
-    modules: list[Any] = [site.module for site in handle.sites]
-    (distance,) = {getattr(module, MAX_DISTANCE) for module in modules}
-    return distance
 
 
 def _loads_natively(folder: Path, handle: EncodingPatch) -> bool:
@@ -188,8 +172,8 @@ def _loads_natively(folder: Path, handle: EncodingPatch) -> bool:
 
     Loads one layer of the folder's model, and compares what it holds.
     """
-    by_table = all(isinstance(site, TableSite) for site in handle.sites)
-    if not by_table and handle.method != "max-distance":
+    facts = handle.facts
+    if not facts.stated and len(facts.tables) < len(facts.sites):
         return False
     model = handle.model
     config = small_config(AutoConfig.from_pretrained(folder))
@@ -197,16 +181,15 @@ def _loads_natively(folder: Path, handle: EncodingPatch) -> bool:
         plain: Any = type(model).from_pretrained(
             folder, config=config, dtype=model.dtype, ignore_mismatched_sizes=True
         )
-    for site in handle.sites:
-        if isinstance(site, TableSite):
-            table = getattr(plain.get_submodule(site.name), site.detected.attribute)
-            ours = site.table.detach().to(table.device)
-            if table.shape != ours.shape or not torch.equal(table, ours):
-                return False
+    for name, attribute, _, present in handle.tables():
+        table = getattr(plain.get_submodule(name), attribute)
+        ours = present.detach().to(table.device)
+        if table.shape != ours.shape or not torch.equal(table, ours):
+            return False
     return all(
-        getattr(module, MAX_DISTANCE) == getattr(model.get_submodule(name), MAX_DISTANCE)
-        for name, module in plain.named_modules()
-        if owns_buckets(module)
+        getattr(module, name, number) == number
+        for module in plain.modules()
+        for name, _, number in facts.stated
     )
 
 
@@ -231,7 +214,7 @@ def _take_sizes(model: nn.Module, empty: nn.Module) -> None:
 def _read_tables(folder: Path, sidecar: dict[str, Any]) -> dict[str, torch.Tensor]:
     kinds = set(sidecar[_POSITIONS].values())
     path = folder / TABLES
-    if not path.is_file() and not kinds & {"learned", "sinusoidal"}:
+    if not path.is_file() and not kinds & TABLE_KINDS:
         return {}
     try:
         return load_file(path)
@@ -371,8 +354,8 @@ def _load_weights(handle: EncodedModel, path: Path) -> None:
 def _make_sidecar(model: nn.Module, handle: EncodedModel) -> dict[str, Any]:
     extended = current(model)
     options = dict(handle.options)
-    if handle.name == "learned":  # the table is saved as it is, trained rows or stretched ones
-        options["length"] = len(handle.encoding.get_parameter("table.weight"))
+    for table in encoding_facts(model).tables:  # saved as it is, trained rows or stretched ones
+        options["length"] = table.trained_length
         extended = None
     original = dict(extended.original) if isinstance(extended, Patch) else {}
     original["rope_parameters"] = copy.deepcopy(handle.original_rope_parameters)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.encodings.active import current
-from rope_patch.encodings.sites.table import TableSite
 from rope_patch.entry_points import check_encoding, patch
 from rope_patch.extension import Extension
 from rope_patch.pretrained import demo
@@ -114,8 +113,7 @@ def patch_checkpoint(
     )
     plan = check_encoding(empty, extension)
     rewrites = plan is not None and (
-        is_encoding_sidecar(read_sidecar(source))
-        or any(isinstance(site, TableSite) for site in plan.sites)
+        is_encoding_sidecar(read_sidecar(source)) or bool(plan.facts.tables)
     )
     if rewrites:  # no config says the rows of a table, so the weights are read and written
         empty = load(source, extension)

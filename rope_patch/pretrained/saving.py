@@ -152,7 +152,7 @@ def _save_encoded(model: nn.Module, handle: EncodedModel, folder: Path, tokenize
             if (extended := current(model)) is not None:
                 raise_tokenizer_length(Path(temporary), extended)
         _replace_files(Path(temporary), folder)
-    if handle.name != "rope":  # a rotation's options are in the config
+    if not handle.encoding.is_in_config:
         logger.warning(
             "%s: plain transformers loads this folder without the encoding %r; load it with "
             "rope_patch.load",

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from architectures.text_models import tiny_text_model
 from helpers.encoded_models import NAMES, ONE_EACH, encoded, logits, tokens
 from helpers.encoding_models import LENGTH, encoding_model, token_logits
 from helpers.tiny_models import OLD_TRANSFORMERS
@@ -153,6 +154,15 @@ def test_half_of_t5_has_no_native_form(tmp_path):
     rope_patch.save(model, tmp_path)
     assert sidecar(tmp_path)["native"] is False
     assert config_json(tmp_path)["relative_attention_max_distance"] == 128
+
+
+def test_numbers_of_udop_have_no_native_form(tmp_path):
+    model = tiny_text_model("udop")  # its encoder's largest distance is in no field of the config
+    before = model.config.relative_attention_max_distance
+    rope_patch.patch(model, "max-distance", factor=4, trained_length=64)
+    rope_patch.save(model, tmp_path)
+    assert sidecar(tmp_path)["native"] is False
+    assert config_json(tmp_path)["relative_attention_max_distance"] == before
 
 
 def test_a_table_trained_under_the_patch_is_kept(tmp_path):

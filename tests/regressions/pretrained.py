@@ -174,7 +174,7 @@ DEFECTS = [
     Defect(
         "a table that was trained under its patch is loaded as the method computes it",
         "rope_patch/pretrained/encoding_checkpoint.py",
-        "                site.table.copy_(patched[site.name])\n",
+        "                table.copy_(patched[name])\n",
         "                pass\n",
         (
             "tests/pretrained/test_encodings_in_folders.py::test_a_table_trained_under_the_patch_is_kept",
@@ -182,9 +182,9 @@ DEFECTS = [
     ),
     Defect(
         "half of T5 is called native where plain transformers widens both halves",
-        "rope_patch/pretrained/encoding_checkpoint.py",
-        "    return all(\n        getattr(module, MAX_DISTANCE) == getattr(model.get_submodule(name), MAX_DISTANCE)\n        for name, module in plain.named_modules()\n        if owns_buckets(module)\n    )\n",
-        "    return True\n",
+        "rope_patch/encodings/sites/buckets.py",
+        "        if len(numbers) != 1:\n",
+        "        if not numbers:\n",
         ("tests/pretrained/test_encodings_in_folders.py::test_half_of_t5_has_no_native_form",),
     ),
     Defect(

@@ -97,6 +97,7 @@ class Encoding(nn.Module, ABC):
 
     name: ClassVar[str]  # set by `register_encoding`
     reads_slots: ClassVar[bool] = False  # whether distances are counted in slots of the cache
+    is_in_config: ClassVar[bool] = False  # whether the config says all of it to transformers
     handle: Any = None  # the `EncodedModel`, once the encoding is in a model
 
     def rotates(self, layer: int) -> bool:

@@ -39,6 +39,8 @@ class Rope(RotaryEncoding):
             RoPE (p-RoPE, arXiv:2410.06205).
     """
 
+    is_in_config: ClassVar[bool] = True
+
     def __init__(
         self,
         shape: DecoderShape,

@@ -62,7 +62,9 @@ class FixedTable(AbsoluteEncoding):
     methods: ClassVar[tuple[str, ...]] = ()
     stretch: Stretch | None = None
 
-    def __init__(self, shape: DecoderShape, scale: float | None, train_scale: bool) -> None:
+    def __init__(
+        self, shape: DecoderShape, *, scale: float | None = None, train_scale: bool = True
+    ) -> None:
         super().__init__()
         scale = shape.spread if scale is None else scale
         require_positive("scale", scale)
@@ -99,11 +101,6 @@ class IntegerTable(FixedTable):
 
     methods = ("linear",)
 
-    def __init__(
-        self, shape: DecoderShape, *, scale: float | None = None, train_scale: bool = True
-    ) -> None:
-        super().__init__(shape, scale, train_scale)
-
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
         return integer_table(self.read_positions(positions), self.width)
 
@@ -129,7 +126,7 @@ class NormalisedTable(FixedTable):
         scale: float | None = None,
         train_scale: bool = True,
     ) -> None:
-        super().__init__(shape, scale, train_scale)
+        super().__init__(shape, scale=scale, train_scale=train_scale)
         self.divisor = shape.length if length is None else length
         require_count("length", self.divisor)
 
@@ -164,7 +161,7 @@ class DigitTable(FixedTable):
         scale: float | None = None,
         train_scale: bool = True,
     ) -> None:
-        super().__init__(shape, scale, train_scale)
+        super().__init__(shape, scale=scale, train_scale=train_scale)
         require_count("base", base, least=2)
         digits = min(digit_count(_LONGEST, base), shape.width) if digits is None else digits
         require_count("digits", digits)
@@ -204,7 +201,7 @@ class SinusoidalTable(FixedTable):
         scale: float | None = None,
         train_scale: bool = True,
     ) -> None:
-        super().__init__(shape, scale, train_scale)
+        super().__init__(shape, scale=scale, train_scale=train_scale)
         if layout not in LAYOUTS:
             raise Refused(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
         require_positive("base", base)
@@ -288,10 +285,6 @@ class FixedTableSite(Site):
     def trained_length(self, config: Any) -> int:
         """Return the length that the config stated."""
         return self.length
-
-    def changes(self, stretch: Stretch) -> bool:
-        """Return whether positions are squeezed at all."""
-        return stretch.factor > 1
 
     def describe(self, stretch: Stretch) -> str:
         """Return how positions are read."""

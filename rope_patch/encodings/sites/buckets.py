@@ -11,21 +11,14 @@ import torch
 from torch import nn
 
 from rope_patch.encodings.biases import exact_distances, squeeze_tail, t5_bucket
-from rope_patch.encodings.sites.site import Site, Stretch
+from rope_patch.encodings.sites.site import Site, SiteFacts, Stretch
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
 
 _MASKS = ("mask", "attention_mask")  # what attentions call the mask that they are given
 FUNCTION = "_relative_position_bucket"
 # A field of T5's configs, and an attribute of its attentions.
-MAX_DISTANCE = "relative_attention_max_distance"
-
-
-def owns_buckets(module: nn.Module) -> bool:
-    """Return whether a module has a table of biases by bucket; attentions without one read none."""
-    return hasattr(module, MAX_DISTANCE) and any(
-        isinstance(child, nn.Embedding) for child in module.children()
-    )
+_MAX_DISTANCE = "relative_attention_max_distance"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +42,7 @@ class BucketsSite(Site):
     )
 
     function: ClassVar[str] = FUNCTION  # name of the module's function that a patch wraps
-    limit: ClassVar[str] = MAX_DISTANCE
+    limit: ClassVar[str] = _MAX_DISTANCE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_distance", self.settings["max_distance"])
@@ -79,6 +72,18 @@ class BucketsSite(Site):
         """Return T5's `n_positions`, which checkpoints state and no code reads."""
         length = getattr(config, "n_positions", None)
         return length if isinstance(length, int) else None
+
+    def facts(self, model: nn.Module, stretch: Stretch | None = None) -> SiteFacts:
+        """Return the site's facts, with a number where a patch changed it in the whole model."""
+        facts = super().facts(model, stretch)
+        if stretch is None or stretch.formula != "max-distance":
+            return facts
+        # One field is for encoder and decoder. UDOP's encoder has modules of biases that do not
+        # read it, and an attention that keeps the old number.
+        numbers = {getattr(m, _MAX_DISTANCE) for m in model.modules() if _owns_buckets(m)}
+        if len(numbers) != 1:
+            return facts
+        return replace(facts, number=(_MAX_DISTANCE, self.max_distance, numbers.pop()))
 
     def changes(self, stretch: Stretch) -> bool:
         """Return whether any distance up to the target falls into another bucket."""
@@ -136,6 +141,13 @@ class BucketsSite(Site):
     def replacement(self, stretch: Stretch, own: Any, counter: TokenCounter | None) -> Any:
         """Return what replaces the module's own function."""
         return SqueezedBuckets(self, stretch, own, counter)
+
+
+def _owns_buckets(module: nn.Module) -> bool:
+    """Return whether a module has a table of biases by bucket; attentions without one read none."""
+    return hasattr(module, _MAX_DISTANCE) and any(
+        isinstance(child, nn.Embedding) for child in module.children()
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,20 +337,8 @@ class SqueezedDistances:
 
 
 @dataclass(frozen=True, eq=False)
-class SqueezedBuckets:
-    """A module's bucket function, called with squeezed distances.
-
-    Attributes:
-        site: The module's site.
-        stretch: How far it is extended.
-        own: The module's own function.
-        counter: What counts the tokens of a call; None if the call or the target says it.
-    """
-
-    site: BucketsSite
-    stretch: Stretch
-    own: Any
-    counter: TokenCounter | None = None
+class SqueezedBuckets(SqueezedDistances):
+    """A module's bucket function, called with squeezed distances."""
 
     def __call__(
         self,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from rope_patch.encodings.sites.plan import EncodingPlan, make_encoding_plan
+from rope_patch.encodings.sites.plan import EncodingFacts, EncodingPlan, make_encoding_plan
 from rope_patch.encodings.sites.site import Site
 from rope_patch.extension import Extension
 from rope_patch.patching.dynamic.generation import (
@@ -75,9 +77,17 @@ class EncodingPatch:
         """Return the transformers model that is extended, within what was given."""
         return self._plan.model
 
-    def original_value(self, site: Site, attribute: str) -> Any:
-        """Return an attribute of a site's module as it was before the patch."""
-        return self._undo_log.original(site.module, attribute)
+    @property
+    def facts(self) -> EncodingFacts:
+        """Return facts of the sites that changed, as the model is now."""
+        return self._plan.facts
+
+    def tables(self) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+        """Yield each table's module and attribute, and its rows before the patch and now."""
+        for site in self.sites:
+            if (name := site.facts(self.model).table) is not None:
+                original = self._undo_log.original(site.module, name)
+                yield site.name, name, original, getattr(site.module, name)
 
     def undo(self) -> None:
         """Restore the unpatched model, bit for bit; do nothing if the patch is not active.

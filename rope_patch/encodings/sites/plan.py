@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from rope_patch.encodings.replacement.encoding import find_encoding
+from rope_patch.encodings.replacement.encoding import find_encoding, rotation_refusal
 from rope_patch.encodings.sites.buckets import (
     FUNCTION,
     BlockBucketsSite,
@@ -16,7 +17,13 @@ from rope_patch.encodings.sites.buckets import (
     InputBucketsSite,
 )
 from rope_patch.encodings.sites.probe import UnknownEncoding, probe, text_model, transformers_model
-from rope_patch.encodings.sites.site import DetectedPositions, Site, Stretch, refusal_reason
+from rope_patch.encodings.sites.site import (
+    DetectedPositions,
+    Site,
+    SiteFacts,
+    Stretch,
+    refusal_reason,
+)
 from rope_patch.encodings.sites.slopes import SlopesSite
 from rope_patch.encodings.sites.table import LearnedTableSite, SinusoidalTableSite, TableSite
 from rope_patch.extension import Extension, resolve_factor_and_length
@@ -25,6 +32,37 @@ from rope_patch.utils.errors import Refused, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class EncodingFacts:
+    """What a model that does not rotate, or a patch of one, tells code outside of this package.
+
+    Attributes:
+        sites: Where positions enter, of a patch those that it changes alone; none if the model
+            rotates, or in no known way.
+        replacement: Name of the encoding that `rope_patch.encode` gave the model; None if it has
+            its class's own, or one that its config says.
+    """
+
+    sites: tuple[SiteFacts, ...]
+    replacement: str | None = None
+
+    @property
+    def kinds(self) -> str:
+        """Return the kinds of all sites, in words."""
+        return " and ".join(dict.fromkeys(site.kind for site in self.sites))
+
+    @property
+    def tables(self) -> list[SiteFacts]:
+        """Return the sites that have a table."""
+        return [site for site in self.sites if site.table is not None]
+
+    @property
+    def stated(self) -> list[tuple[str, int, int]]:
+        """Return the numbers of a patch that the config can state; none if it cannot state all."""
+        numbers = [site.number for site in self.sites if site.number is not None]
+        return numbers if len(numbers) == len(self.sites) else []
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +90,30 @@ class EncodingPlan:
         for site in self.sites:
             fields |= site.config_fields(self.model.config, self.stretch)
         return fields
+
+    @property
+    def facts(self) -> EncodingFacts:
+        """Return facts of the sites as the model is now."""
+        return EncodingFacts(tuple(site.facts(self.model, self.stretch) for site in self.sites))
+
+
+def encoding_facts(model: nn.Module) -> EncodingFacts:
+    """Return what a model tells of its positions, patched or not.
+
+    Args:
+        model: A transformers model, or something around one.
+
+    Raises:
+        ValueError: Positions enter in a way that cannot be extended.
+    """
+    encoding = find_encoding(model)
+    replacement = None if encoding is None or encoding.is_in_config else encoding.name
+    sites: list[SiteFacts] = []
+    if rotation_refusal(model) is not None:
+        with suppress(UnknownEncoding):
+            _, outer = transformers_model(model)
+            sites = [site.facts(outer) for site in find_sites(outer)]
+    return EncodingFacts(tuple(sites), replacement)
 
 
 def find_sites(model: PreTrainedModel) -> list[Site]:
@@ -104,7 +166,7 @@ def make_encoding_plan(model: nn.Module, extension: Extension) -> EncodingPlan:
             "its mask alone has no positions to extend, and reads any length"
         )
     sites = _selected(sites, extension)
-    kinds = " and ".join(dict.fromkeys(site.kind for site in sites))
+    kinds = EncodingFacts(tuple(site.facts(inner) for site in sites)).kinds
     known = [m for m in sites[0].methods if all(m in site.methods for site in sites)]
     if extension.method not in known:
         choice = (

@@ -1,7 +1,8 @@
 """Sites: the places in a model where positions enter, and which methods extend each.
 
-`Site` is the base of tables, slopes and buckets, and `Stretch` says how far one is extended. The
-rest is what they are built from: what a probe found, masks as positions, and marks of caches.
+`Site` is the base of tables, slopes and buckets, `Stretch` says how far one is extended, and
+`SiteFacts` is what it tells other packages. The rest is what they are built from: what a probe
+found, masks as positions, and marks of caches.
 """
 
 from __future__ import annotations
@@ -59,6 +60,33 @@ class Stretch:
         return (tokens.double() / self.trained_length).clamp(min=1)
 
 
+@dataclass(frozen=True)
+class SiteFacts:
+    """What a site tells code that describes, stores, exports or measures its model.
+
+    Attributes:
+        name: Its module.
+        part: "encoder" or "decoder".
+        kind: "learned", "counted", "sinusoidal", "alibi" or "t5".
+        trained_length: Tokens of pretraining; None if neither a table nor the config says them.
+        methods: What extends it.
+        table: The module's matrix of positions, which a stretch lengthens; None if it has none.
+        fields: The config's fields that say how many rows the table has.
+        number: The config's field that states a patch of the site, where one does; and its values
+            before the patch and now. The live config keeps the first.
+    """
+
+    name: str
+    part: str
+    kind: str
+    trained_length: int | None
+    methods: tuple[str, ...]
+    # Diagnoses show the first five alone.
+    table: str | None = field(default=None, repr=False)
+    fields: tuple[str, ...] = field(default=(), repr=False)
+    number: tuple[str, int, int] | None = field(default=None, repr=False)
+
+
 @dataclass(frozen=True, eq=False)
 class Site(ABC):
     """A place in a model where positions enter.
@@ -90,9 +118,18 @@ class Site(ABC):
     def trained_length(self, config: Any) -> int | None:
         """Return the tokens of pretraining that the config states; None if it does not."""
 
-    @abstractmethod
+    def longest_text(self, config: Any) -> int | None:
+        """Return the tokens that the site tells apart as it is now; None if any number."""
+        return None
+
+    def facts(self, model: nn.Module, stretch: Stretch | None = None) -> SiteFacts:
+        """Return the site's facts in its model as it is now, under a patch's stretch if any."""
+        length = self.trained_length(model.config)
+        return SiteFacts(self.name, self.part, self.kind, length, self.methods)
+
     def changes(self, stretch: Stretch) -> bool:
         """Return whether a stretch would change anything."""
+        return stretch.is_dynamic or stretch.factor > 1
 
     def config_fields(self, config: Any, stretch: Stretch) -> dict[str, int]:
         """Return the fields of the config that the stretch sets, with their new values."""

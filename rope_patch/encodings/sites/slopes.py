@@ -51,9 +51,9 @@ class SlopesSite(Site):
         lengths = (getattr(config, name, None) for name in _LENGTH_FIELDS)
         return next((n for n in lengths if isinstance(n, int)), None)
 
-    def changes(self, stretch: Stretch) -> bool:
-        """Return whether any slope becomes another."""
-        return stretch.is_dynamic or stretch.factor > 1
+    def longest_text(self, config: Any) -> int | None:
+        """Return MPT's length, to which its code builds the bias; None if there is no such end."""
+        return getattr(config, "max_seq_len", None)
 
     def config_fields(self, config: Any, stretch: Stretch) -> dict[str, int]:
         """Return MPT's length, to which its code builds the bias."""

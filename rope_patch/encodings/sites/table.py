@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from rope_patch.encodings.sites.site import CacheGuard, DetectedTable, Site, Stretch
+from rope_patch.encodings.sites.site import CacheGuard, DetectedTable, Site, SiteFacts, Stretch
 from rope_patch.encodings.tables import LAWS, STRETCHES, ntk_base, sinusoidal_table, stretch_table
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.positions import install_position_rule
@@ -42,9 +42,15 @@ class TableSite(Site):
         usable = len(self.table) - self.detected.first_row
         return min([usable, *(getattr(config, name) for name in self.detected.fields)])
 
-    def changes(self, stretch: Stretch) -> bool:
-        """Return whether there are more rows to come."""
-        return stretch.factor > 1
+    def longest_text(self, config: Any) -> int | None:
+        """Return the rows of positions; None if the module adds more by itself."""
+        rows = len(self.table) - self.detected.first_row
+        return None if hasattr(self.module, "make_weights") else rows
+
+    def facts(self, model: nn.Module, stretch: Stretch | None = None) -> SiteFacts:
+        """Return the site's facts with its table."""
+        facts = super().facts(model, stretch)
+        return replace(facts, table=self.detected.attribute, fields=self.detected.fields)
 
     def config_fields(self, config: Any, stretch: Stretch) -> dict[str, int]:
         """Return the fields that say how many rows there are."""
@@ -83,7 +89,12 @@ class TableSite(Site):
             undo_log.hook(decoder, before=guard.check, after=guard.mark)
         for module in model.modules():  # Pegasus and DistilBERT make a table of another size
             if callable(getattr(module, _RESIZE, None)):
-                undo_log.set(module, _RESIZE, ResizeGuard(self.name))
+                refusal = FunctionRefusal(
+                    f"{self.name} is stretched by a patch, and a resized table would not be: "
+                    "expected undo() first, or rope_patch.patch with another length instead of "
+                    "resizing"
+                )
+                undo_log.set(module, _RESIZE, refusal)
         more = len(longer) - len(old)
         for name, module in model.named_modules():
             for attribute, buffer in list(module._buffers.items()):
@@ -140,8 +151,8 @@ class SinusoidalTableSite(TableSite):
         for layout in ("halves", "interleaved", "cosines first"):
             for law in LAWS:
                 site = cls(name, module, detected, layout, law)
-                start = detected.first_row  # fairseq's tables begin at angle 2, in row 2
-                expected = site.compute(torch.arange(start, start + len(table) - first))
+                # fairseq's tables begin at angle 2, in row 2
+                expected = site.compute(torch.arange(first, len(table)))
                 if torch.allclose(table[first:].double().cpu(), expected, rtol=0, atol=_TOLERANCE):
                     return site
         return None
@@ -172,54 +183,35 @@ class SinusoidalTableSite(TableSite):
         """Put the computed table in; a module that grows by itself grows no further."""
         super().apply(model, stretch, undo_log)
         if hasattr(self.module, "make_weights"):
-            undo_log.set(self.module, "make_weights", RowsEnd(self.name, stretch))
+            refusal = FunctionRefusal(
+                f"the text is longer than the {stretch.length:,} positions that {self.name} was "
+                "stretched to, and rows that it adds by itself would not be stretched: expected a "
+                "shorter text, or a patch with a larger factor"
+            )
+            undo_log.set(self.module, "make_weights", refusal)
+
+
+# Whose trained length is a number of rows. Folders of their patches hold the rows from before.
+TABLE_KINDS = frozenset({LearnedTableSite.kind, SinusoidalTableSite.kind})
 
 
 @dataclass(frozen=True)
-class RowsEnd:
-    """Replacement of a module's own growth, whose rows would not be stretched.
+class FunctionRefusal:
+    """Replacement of a module's own function, which would put unstretched rows in.
 
     Attributes:
-        name: The module's name.
-        stretch: How far its table goes.
+        message: Says why it does not run, and how to go on.
     """
 
-    name: str
-    stretch: Stretch
+    message: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Refuse.
 
         Raises:
-            ValueError: Always; says how to go on.
+            ValueError: Always.
         """
-        raise Refused(
-            f"the text is longer than the {self.stretch.length:,} positions that {self.name} was "
-            "stretched to, and rows that it adds by itself would not be stretched: expected a "
-            "shorter text, or a patch with a larger factor"
-        )
-
-
-@dataclass(frozen=True)
-class ResizeGuard:
-    """Replacement of a model's own resizing, which would put an unstretched table in.
-
-    Attributes:
-        name: The table's module.
-    """
-
-    name: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse.
-
-        Raises:
-            ValueError: Always; says how to go on.
-        """
-        raise Refused(
-            f"{self.name} is stretched by a patch, and a resized table would not be: expected "
-            "undo() first, or rope_patch.patch with another length instead of resizing"
-        )
+        raise Refused(self.message)
 
 
 def _lengthen(buffer: torch.Tensor, more: int, name: str) -> torch.Tensor:

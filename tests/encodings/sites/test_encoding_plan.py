@@ -5,15 +5,53 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures.text_models import tiny_text_model
+from helpers.encoded_models import llama
 from helpers.encoding_models import encoding_model, token_logits
 from helpers.releases import plain_transformers, require_model
 
 import rope_patch
+from rope_patch.encodings import EncodingFacts, encoding_facts
 
 GPT2, T5, BLOOM = "GPT2LMHeadModel", "T5ForConditionalGeneration", "BloomForCausalLM"
 
 
 LONGER = {"factor": 2, "trained_length": 40}
+LARGEST = "relative_attention_max_distance"
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "part", "kind", "table", "stated"),
+    [
+        (GPT2, "tile", "decoder", "learned", "weight", []),
+        ("XGLMForCausalLM", "ntk", "decoder", "sinusoidal", "weights", []),
+        (BLOOM, "ntk", "decoder", "alibi", None, []),
+        (T5, "log-tail", None, "t5", None, []),
+        (T5, "max-distance", None, "t5", None, [(LARGEST, 128, 512)] * 2),
+        (T5, "max-distance", "decoder", "t5", None, []),  # the field is the encoder's, too
+    ],
+)
+def test_facts_say_what_holds_positions(family, method, part, kind, table, stated):
+    model, trained = encoding_model(family), 512 if family == T5 else 40
+    plain, parts = encoding_facts(model), None if part is None else [part]
+    handle = rope_patch.patch(model, method, factor=4, trained_length=trained, layer_types=parts)
+    for facts in (plain, handle.facts):
+        assert facts.kinds == kind
+        assert {site.table for site in facts.sites} == {table}
+    assert (plain.stated, handle.facts.stated) == ([], stated)
+    grown = [len(now) - len(before) for _, _, before, now in handle.tables()]
+    assert grown == ([] if table is None else [120])
+
+
+NAMED = [("alibi", "alibi", "alibi"), ("kerple", "kerple", ""), ("none", "none", "")]
+
+
+@pytest.mark.parametrize(("name", "replacement", "kinds"), [*NAMED, ("rope", None, "")])
+def test_facts_name_an_encoding_unless_the_config_does(name, replacement, kinds):
+    model = llama()
+    assert encoding_facts(model) == EncodingFacts(())
+    rope_patch.encode(model, name)
+    assert encoding_facts(model).replacement == replacement
+    assert encoding_facts(model).kinds == kinds
 
 
 @pytest.mark.parametrize(
