@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rope_patch.methods import frequencies, list_methods, register_method  # need no torch
-from rope_patch.utils.front import front
 from rope_patch.utils.installation import warn_renamed
+from rope_patch.utils.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
     from rope_patch.diagnosing import Diagnosis, diagnose
@@ -106,7 +106,7 @@ if not TYPE_CHECKING:  # or type checkers would accept any name
 
 
 # Their modules import torch and transformers, which take seconds.
-front(
+export_lazily(
     __name__,
     {
         "diagnosing": "diagnose Diagnosis",

@@ -19,9 +19,9 @@ PACKAGE = ROOT / "rope_patch"
 BUDGETS = {
     "": (1_350, 8),
     "benchmarks": (3_400, 14),
-    "cli": (2_750, 24),
-    "diagnosing": (2_950, 10),
-    "encodings": (4_100, 19),
+    "cli": (2_700, 24),
+    "diagnosing": (2_900, 10),
+    "encodings": (4_200, 19),
     "evaluation": (10_250, 33),
     "exporting": (2_350, 14),
     "extending": (1_700, 9),
@@ -32,7 +32,7 @@ BUDGETS = {
     "ops": (4_900, 24),
     "patching": (10_550, 41),
     "pictures": (1_700, 8),
-    "pretrained": (3_300, 13),
+    "pretrained": (3_250, 13),
     "recommending": (2_550, 9),
     "runs": (400, 3),
     "searching": (3_500, 20),
@@ -49,7 +49,6 @@ BUDGETS = {
 PEERS = {"cli": 23, "exporting": 13, "methods": 30, "tasks": 20}
 MOST_FILES = 12
 MOST_LINES = 800
-MOST_LONG_PRIVATE_DOCSTRINGS = 26  # most of them in pretrained, encodings and cli
 
 
 def room_of(path):
@@ -103,9 +102,7 @@ def test_private_docstrings_have_one_line():
         if isinstance(node, kinds) and node.name.startswith("_") and not node.name.startswith("__")
         if "\n" in (ast.get_docstring(node) or "")
     ]
-    assert len(long) <= MOST_LONG_PRIVATE_DOCSTRINGS, (
-        f"private docstrings of more than one line: {long}. What says why is a comment at its code"
-    )
+    assert not long, f"{long}: expected one line. What says why is a comment at its code"
 
 
 # -- what a call goes through ----------------------------------------------------------------------
@@ -189,4 +186,4 @@ def test_an_evaluation_imports_few_modules(tmp_path):
     words += ["--text", "tests/assets/start-of-emma.txt", "--out", str(tmp_path / "report")]
     (measured,) = counts(EVALUATE, *words)
     assert (tmp_path / "report" / "report.json").is_file()
-    assert measured <= 231
+    assert measured <= 232

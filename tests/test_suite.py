@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from helpers.changed import front_names
 
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
 ROOT = Path(__file__).parents[1]
 # Lower it with the number; the few that stay are kernels, statistics and formulas.
@@ -66,7 +66,8 @@ def test_tests_import_few_internal_modules():
     listed = "\n".join(f"{module}: {len(files)} files" for module, files in most)
     assert len(modules) <= MOST_INTERNAL_MODULES, (
         f"tests import {len(modules)} internal modules: expected at most {MOST_INTERNAL_MODULES}. "
-        "Test by public names, or give a name on its room's front (rope_patch/utils/front.py). "
+        "Test by public names, or give a name on its room's front "
+        "(rope_patch/utils/lazy_exports.py). "
         f"Imported most:\n{listed}"
     )
 
@@ -123,8 +124,8 @@ def test_a_front_gives_a_name_once(monkeypatch):
     room.__all__, room.own = ["own"], 1
     for names in ({"a": "x", "b": "x"}, {"a": "own"}):
         with pytest.raises(ValueError, match="expected one"):
-            front("room", names)
-    front("room", {"a": "x"})
+            export_lazily("room", names)
+    export_lazily("room", {"a": "x"})
     assert room.__all__ == ["own", "x"]
     assert {"own", "x"} <= set(dir(room))
     with pytest.raises(AttributeError, match="no_such"):

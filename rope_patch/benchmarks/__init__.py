@@ -11,9 +11,9 @@
   YaRN.
 """
 
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
-front(
+export_lazily(
     __name__,
     {
         "kernels.benchmark": "KernelBenchRequest",

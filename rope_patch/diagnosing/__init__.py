@@ -4,11 +4,11 @@ from rope_patch.diagnosing.advice import Advice, Pair, PairTable, Reason
 from rope_patch.diagnosing.diagnosis import Diagnosis
 from rope_patch.diagnosing.facts import Finding
 from rope_patch.diagnosing.pipeline import diagnose
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
 __all__ = ["Advice", "Diagnosis", "Finding", "Pair", "PairTable", "Reason", "diagnose"]
 
-front(
+export_lazily(
     __name__,
     {
         "advice": "base_bound critical_base failing_distance",

@@ -6,9 +6,9 @@ decoder another encoding (`encode`). Open `sites/plan.py` first. Code that store
 or describes such models asks `encoding_facts(model)`, and a patch its `facts`.
 """
 
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
-front(
+export_lazily(
     __name__,
     {
         "biases": (

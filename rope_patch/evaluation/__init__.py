@@ -1,8 +1,8 @@
 """Evaluation: retrieval through lm-eval, perplexity against position, and the report on both."""
 
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
-front(
+export_lazily(
     __name__,
     {
         "answers": "Question",

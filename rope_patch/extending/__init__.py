@@ -2,11 +2,11 @@
 
 from rope_patch.extending.entry_point import extend
 from rope_patch.extending.request import Extended
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
 __all__ = ["Extended", "extend"]
 
-front(
+export_lazily(
     __name__,
     {
         "fine_tuning": "measured_texts plan_training train training_data",

@@ -1,8 +1,8 @@
 """Inference for measurements: prefix sharing, samples, their scores, and stored answers."""
 
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
-front(
+export_lazily(
     __name__,
     {
         "answers": "answer_key AnswerStore",

@@ -1,8 +1,8 @@
 """The lab: the same tiny decoder, trained short with each positional encoding and tested long."""
 
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
-front(
+export_lazily(
     __name__,
     {
         "cell_run": "build_model run_cell Trainer variants",

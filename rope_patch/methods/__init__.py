@@ -15,8 +15,8 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method, option
 from rope_patch.methods.origin import load_plugin
 from rope_patch.methods.registry import build, register_method, registered_methods
-from rope_patch.utils.front import front
 from rope_patch.utils.installation import warn_renamed
+from rope_patch.utils.lazy_exports import export_lazily
 
 __all__ = [
     "Frequencies",
@@ -120,7 +120,7 @@ class _Callable(ModuleType):
 sys.modules[__name__].__class__ = _Callable
 
 
-front(
+export_lazily(
     __name__,
     {
         "dynamic": "Dynamic",

@@ -22,8 +22,8 @@ from rope_patch.ops.n_dimensional import (
     mixed_frequencies,
     n_dimensional_rope,
 )
-from rope_patch.utils.front import front
 from rope_patch.utils.installation import warn_renamed
+from rope_patch.utils.lazy_exports import export_lazily
 
 __all__ = [
     "KERNELS",
@@ -50,7 +50,7 @@ if not TYPE_CHECKING:  # or type checkers would accept any name
         return pack_frequencies
 
 
-front(
+export_lazily(
     __name__,
     {
         "angles": "rerotation_frequencies",

@@ -16,11 +16,11 @@ Encodings that do not rotate are changed by the room `encodings`, under the same
 
 from rope_patch.patching.handle import Patch, current
 from rope_patch.patching.restoration import restore
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
 __all__ = ["Patch", "current", "restore"]
 
-front(
+export_lazily(
     __name__,
     {
         "architecture.attention_source": "inspect_forward",

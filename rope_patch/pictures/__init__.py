@@ -15,14 +15,14 @@ from rope_patch.pictures import (  # noqa: F401 (they register pictures)
     tables,
 )
 from rope_patch.pictures.picture import PICTURES, PictureOptions, make_picture
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["PICTURES", "PictureOptions", "make_picture", "picture"]
 
-front(
+export_lazily(
     __name__,
     {
         "attention": "dog_outputs",

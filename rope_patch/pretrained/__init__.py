@@ -7,9 +7,9 @@ weights. `sidecar` has the record of a patch, and of the rotation that weights w
 base. Open `sidecar` first.
 """
 
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
-front(
+export_lazily(
     __name__,
     {
         "demo": "demo_folder resolve_model_path",

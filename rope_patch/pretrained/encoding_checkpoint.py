@@ -168,15 +168,12 @@ def _is_saved(site: SiteFacts, model: Any) -> bool:
 
 
 def _loads_natively(folder: Path, handle: EncodingPatch) -> bool:
-    """Return whether plain transformers reads positions from a folder as the patched model does.
-
-    Loads one layer of the folder's model, and compares what it holds.
-    """
+    """Return whether plain transformers reads positions from a folder as the patched model does."""
     facts = handle.facts
     if not facts.stated and len(facts.tables) < len(facts.sites):
         return False
     model = handle.model
-    config = small_config(AutoConfig.from_pretrained(folder))
+    config = small_config(AutoConfig.from_pretrained(folder))  # of one layer
     with _quiet_transformers(), torch.random.fork_rng(devices=[]):
         plain: Any = type(model).from_pretrained(
             folder, config=config, dtype=model.dtype, ignore_mismatched_sizes=True
@@ -194,15 +191,13 @@ def _loads_natively(folder: Path, handle: EncodingPatch) -> bool:
 
 
 def _take_sizes(model: nn.Module, empty: nn.Module) -> None:
-    """Cut buffers to the sizes of another model's, and take over its modules' numbers.
-
-    Patched buffers begin with the values of the unpatched ones.
-    """
+    """Cut buffers to the sizes of another model's, and take over its modules' numbers."""
     for name, buffer in empty.named_buffers():
         owner_name, _, attribute = name.rpartition(".")
         owner = model.get_submodule(owner_name)
         present = getattr(owner, attribute)
         if present.shape != buffer.shape and present.ndim == buffer.ndim:
+            # Patched buffers begin with the values of the unpatched ones.
             setattr(owner, attribute, present[tuple(map(slice, buffer.shape))].clone())
     own = dict(model.named_modules())
     for name, module in empty.named_modules():
@@ -336,11 +331,7 @@ def restore_encoded(
 
 
 def _load_weights(handle: EncodedModel, path: Path) -> None:
-    """Read an encoding's trained parts.
-
-    Raises:
-        ValueError: They are missing or of other sizes.
-    """
+    """Read an encoding's trained parts."""
     try:
         tensors = load_file(path) if path.is_file() else {}
         handle.encoding.load_state_dict(tensors)

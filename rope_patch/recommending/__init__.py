@@ -1,11 +1,11 @@
 """Recommend a method for one checkpoint by measuring all of them on it."""
 
 from rope_patch.recommending.pipeline import recommend
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
 __all__ = ["recommend"]
 
-front(
+export_lazily(
     __name__,
     {
         "budget": "BlockCosts minimum_seconds plan_budget",

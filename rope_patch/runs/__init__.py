@@ -20,6 +20,6 @@ Results that many runs share have no identity of the run. Each says itself what 
 answers of evaluations by their key (`inference.answers`), the lab's cells by their settings.
 """
 
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
-front(__name__, {"journal": "check_lines JournalFile", "run_folder": "RunFolder WallClock"})
+export_lazily(__name__, {"journal": "check_lines JournalFile", "run_folder": "RunFolder WallClock"})

@@ -3,11 +3,11 @@
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.pipeline import search
 from rope_patch.searching.search_result import SearchResult
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
 __all__ = ["Candidate", "SearchResult", "SearchSpace", "search"]
 
-front(
+export_lazily(
     __name__,
     {
         "fitness": "Evaluation Fitness predicted_deficit",

@@ -7,9 +7,9 @@ gets the profile of its length, a rotation that stays (`profiles`). `transformer
 
 from __future__ import annotations
 
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
-front(
+export_lazily(
     __name__,
     {
         "transformers_server": "patched_manager",

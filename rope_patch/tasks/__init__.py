@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from rope_patch.utils.front import front
 from rope_patch.utils.installation import resource_folder
+from rope_patch.utils.lazy_exports import export_lazily
 
 FOLDER = resource_folder("eval/tasks")  # what lm-eval takes as --include_path
 
@@ -26,7 +26,7 @@ __all__ = [
     "read_config",
 ]
 
-front(
+export_lazily(
     __name__,
     {
         "samples": "TooShort",

@@ -1,8 +1,8 @@
 """Fine-tune a model for a longer context, from a recipe."""
 
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
-front(
+export_lazily(
     __name__,
     {
         "checkpoints": (

@@ -17,9 +17,9 @@ What is looked for and not there is refused by name, together with the installed
 here returns a guess. Open `forwards` first.
 """
 
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
-front(
+export_lazily(
     __name__,
     {
         "attention_functions": "AttentionCall read_call StandIn",

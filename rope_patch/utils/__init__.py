@@ -1,8 +1,8 @@
 """Help the whole package with files, errors, checksums, figures, plugins, processes, terminals."""
 
-from rope_patch.utils.front import front
+from rope_patch.utils.lazy_exports import export_lazily
 
-front(
+export_lazily(
     __name__,
     {
         "atomic_files": (

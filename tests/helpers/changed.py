@@ -106,12 +106,12 @@ def imported_names(path, source):
 
 
 def front_names(source):
-    """Return the modules whose names a package gives by `utils.front`, with these names."""
+    """Return the modules whose names a package gives by `utils.lazy_exports`, with these names."""
     for node in ast.walk(ast.parse(source)):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
-            and node.func.id == "front"
+            and node.func.id == "export_lazily"
         ):
             table = ast.literal_eval(node.args[1])
             return {module: words.split() for module, words in table.items()}

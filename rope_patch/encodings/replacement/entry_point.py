@@ -141,11 +141,7 @@ def _build_encoding(
 
 
 def _decoder(model: nn.Module) -> Any:
-    """Return the module that holds the layers.
-
-    Raises:
-        ValueError: The model is not of Llama's kind.
-    """
+    """Return the module that holds the layers, if the model is of Llama's kind."""
     rotary = find_rotaries(model)[0]
     config: Any = rotary.module.config
     name = type(model).__name__
@@ -188,20 +184,14 @@ def _takes_rotation(attention: Any) -> bool:
 
 
 def _head_counts(decoder: Any) -> set[int]:
-    """Return the numbers of query heads that the decoder's attentions have.
-
-    Where they differ (Laguna, dots 3 Note), each attention says its own, and the config may not.
-    """
+    """Return the numbers of query heads that the decoder's attentions have."""
+    # Where they differ (Laguna, dots 3 Note), each attention says its own; the config may not.
     heads: set[Any] = {getattr(layer.self_attn, "num_heads", None) for layer in decoder.layers}
     return {decoder.config.num_attention_heads} if None in heads else heads
 
 
 def _require_one_bias(decoder: Any, encoding: BiasEncoding, heads: set[int]) -> None:
-    """Raise unless every attention adds one and the same bias to its logits.
-
-    Raises:
-        ValueError: Layers differ in heads, or an attention does something else with its mask.
-    """
+    """Raise unless every attention adds one and the same bias to its logits."""
     if len(heads) > 1:
         counts = ", ".join(map(str, sorted(heads)))
         raise Refused(

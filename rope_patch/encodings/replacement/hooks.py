@@ -309,11 +309,9 @@ class Slots:
 
 
 def _takes_positions(cache_class: Any) -> bool:
-    """Return whether caches of a class count by positions, as in transformers 5.0, or by numbers.
-
-    Each class is asked once, because that takes longer than a small kernel. (Dynamo warns of
-    `functools.cache`.)
-    """
+    """Return whether caches of a class count by positions (transformers 5.0), not by numbers."""
+    # Each class is asked once, because that takes longer than a small kernel. Dynamo warns of
+    # `functools.cache`.
     if cache_class not in _TAKES_POSITIONS:
         parameters = inspect.signature(cache_class.get_mask_sizes).parameters
         _TAKES_POSITIONS[cache_class] = "cache_position" in parameters

@@ -284,11 +284,8 @@ class TokenCounter:
         return self.counts.get(_thread())
 
     def _count(self, mask: Any) -> torch.Tensor | None:
-        """Return how many tokens the longest row has so far, a tensor of one number.
-
-        Args:
-            mask: `[B, S]`, or `[B, 1, Q or 1, K]` in which the last query sees all tokens so far.
-        """
+        """Return how many tokens the longest row has so far, a tensor of one number."""
+        # A mask is [B, S], or [B, 1, Q or 1, K] in which the last query sees all tokens so far.
         if mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 5):
             return None  # without padding, or of a window, whose distances stay
         if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4):

@@ -324,14 +324,11 @@ def _inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _first_row(output: Any) -> int | None:
-    """Return r if the output begins with rows r, r + 1, ... of numbered rows; else None.
-
-    Only the text's own tokens count: Longformer pads it to its window.
-    """
+    """Return r if the output begins with rows r, r + 1, ... of numbered rows; else None."""
     if not isinstance(output, torch.Tensor) or output.ndim not in (2, 3):
         return None
     rows = output[:, 0] if output.ndim == 2 else output[0, :, 0]
-    rows = rows[:TOKENS]
+    rows = rows[:TOKENS]  # the text's own: Longformer pads it to its window
     steps = rows.diff()
     if len(rows) < 2 or not torch.equal(steps, torch.ones_like(steps)):
         return None

@@ -93,14 +93,12 @@ class SlopesSite(Site):
 
 
 class _Memo:
-    """What a forward's layers share, by the bias that all of them are handed.
-
-    Copies of a model begin with an empty one, and an entry goes when its bias goes.
-    """
+    """What a forward's layers share, by the bias that all of them are handed."""
 
     def __init__(self) -> None:
-        self.entries: Any = WeakTensorKeyDictionary()
+        self.entries: Any = WeakTensorKeyDictionary()  # an entry goes when its bias goes
 
+    # Copies of a model begin with an empty one.
     def __deepcopy__(self, memo: Any) -> _Memo:
         return _Memo()
 
@@ -182,11 +180,9 @@ class SlopeHook:
     def _folded(
         self, layer: nn.Module, key_mask: KeyMask, slopes: torch.Tensor, kwargs: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Return the exact bias in the mask alone, as often as the attention adds it (Falcon).
-
-        Falcon divides it by sqrt(head_dim) and adds it to the mask; its eager attention adds its
-        argument once more.
-        """
+        """Return the exact bias in the mask alone, as often as the attention adds it (Falcon)."""
+        # Falcon divides it by sqrt(head_dim) and adds it to the mask; its eager attention adds its
+        # argument once more.
         argument, mask, bias = self.site.argument, kwargs[_MASK], kwargs[self.site.argument]
         config = next(vars(part)["config"] for part in layer.modules() if "config" in vars(part))
         is_fused = attention_implementation(config) == "sdpa" and not kwargs.get(

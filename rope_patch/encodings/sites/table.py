@@ -215,17 +215,8 @@ class FunctionRefusal:
 
 
 def _lengthen(buffer: torch.Tensor, more: int, name: str) -> torch.Tensor:
-    """Return a buffer for more positions, continued by the rule that its values follow.
-
-    Args:
-        buffer: Counts from any number on, one value throughout, or a mask by distance
-            (`[..., L, L]`).
-        more: Positions to add.
-        name: Its name, for the message.
-
-    Raises:
-        ValueError: The values follow none of these.
-    """
+    """Return a buffer for more positions, continued by the rule that its values follow."""
+    # Rules: counts from any number on, one value throughout, or a mask by distance, [..., L, L].
     if buffer.is_meta:
         shape = [*buffer.shape[:-1], buffer.shape[-1] + more]
         if buffer.ndim >= 2 and buffer.shape[-2] == buffer.shape[-1]:

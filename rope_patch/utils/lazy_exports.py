@@ -1,4 +1,4 @@
-"""A room's front: the names that others import from it, wherever in the room they stand.
+"""Lazy exports: the names that others import from a room's front, wherever in the room they stand.
 
 Names are imported on first use (PEP 562), because many modules import torch and transformers, which
 take seconds; and a module that only needs one name does not pay for its neighbours.
@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 
-def front(package: str, names: Mapping[str, str]) -> None:
+def export_lazily(package: str, names: Mapping[str, str]) -> None:
     """Give names of a package's modules as the package's own, also in its `__all__` and `dir`.
 
     The package calls this behind what it defines itself. Names that are not in the table go to its
