@@ -218,13 +218,7 @@ def _draw_panel(
         stopped = [x for x, y in after if not math.isfinite(y)]
         if stopped:
             style: Any = {"color": PAPER["m0"], "markersize": 8}
-            axes.plot(
-                stopped,
-                [high / 1.25] * len(stopped),
-                "^",
-                label=" no longer turns",
-                **style,
-            )
+            axes.plot(stopped, [high / 1.25] * len(stopped), "^", label=" no longer turns", **style)
     beyond = [pair.pair for pair in pairs if pair.extrapolates]
     if beyond:
         place = dict(after if changed else before)

@@ -49,6 +49,14 @@ def require_first_order(name: str, instead: str) -> None:
         )
 
 
+def version_counter(x: object) -> int:
+    """Return how often a tensor was changed in place; 0 for what does not count it.
+
+    Inference tensors do not, nor do numbers, which cannot change.
+    """
+    return x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0
+
+
 def is_exporting() -> bool:
     """Return whether torch.export traces what runs now."""
     ask = getattr(torch.compiler, "is_exporting", None)  # torch 2.6 has none

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from rope_patch.methods import Method
+from rope_patch.ops.modes import version_counter
 from rope_patch.patching.dynamic.cache_record import cached_positions
 from rope_patch.patching.dynamic.frequency_table import FrequencyTable
 from rope_patch.patching.positions import first_and_last_positions, prompt_positions
@@ -64,14 +65,10 @@ class _TensorSnapshot:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = weakref.ref(tensor)
-        self._version = _version(tensor)
+        self._version = version_counter(tensor)
 
     def is_still(self, tensor: torch.Tensor) -> bool:
-        return self._tensor() is tensor and self._version == _version(tensor)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+        return self._tensor() is tensor and self._version == version_counter(tensor)
 
 
 @dataclass

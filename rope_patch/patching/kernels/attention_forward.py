@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from rope_patch.ops import pack_frequencies, qk_norm_rope, rope, use_triton
-from rope_patch.ops.modes import has_global_hooks, needs_plain_torch
+from rope_patch.ops.modes import has_global_hooks, needs_plain_torch, version_counter
 from rope_patch.ops.plain_torch import needs_reference, rope_from_cos_sin
 from rope_patch.ops.reference import rms_norm
 from rope_patch.patching.architecture.attention_source import (
@@ -310,14 +310,9 @@ class _PackedFrequencies(NamedTuple):
         return (
             self.inv_freq is inv_freq
             and self.scale is scale
-            and self.inv_freq_version == _version(inv_freq)
-            and self.scale_version == _version(scale)
+            and self.inv_freq_version == version_counter(inv_freq)
+            and self.scale_version == version_counter(scale)
         )
-
-
-def _version(x: Any) -> int:
-    """Return how often a tensor was changed in place; inference tensors do not count it."""
-    return x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0
 
 
 class PositionPassthrough:
@@ -378,7 +373,7 @@ class PositionPassthrough:
             packed = packed.to(device)
         if not torch.compiler.is_compiling():
             self._packed[layer_type] = _PackedFrequencies(
-                inv_freq, scale, _version(inv_freq), _version(scale), packed
+                inv_freq, scale, version_counter(inv_freq), version_counter(scale), packed
             )
         return packed
 
