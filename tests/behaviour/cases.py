@@ -98,12 +98,12 @@ CASES = {
         f"extend {LLAMA} --to 1x --out out",
         "report nowhere",
         "finetune --config nowhere",
-        f"{TRAIN} --loop",
-        "bench --plan",
         "recipes fsdp3",
         "picture clocks",
         "lab --encodings rotary --out out",
         f"verify nowhere --against {LLAMA}",
+        f"{TRAIN} --loop",
+        "bench --plan",
     ],
 }
 

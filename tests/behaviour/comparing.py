@@ -29,7 +29,7 @@ MASKS = [
     (r"(budget\W{1,3})\d+\.\d{6,}", r"\1DURATION", "what earlier durations leave"),
     (r'aria-valuenow="\d+"><div style="width: \d+%"', "PROGRESS", "a share of the time"),
     (r"(Peak memory\W[^\d\n]*)[\d.]+", r"\1#", "depends on what the process imported before"),
-    (r"\d[\d,.]*(/min| a minute)\b", r"#\1", "speeds"),
+    (r"\d[\d,.]*(?:e\+\d+)?(/min| a minute)\b", r"#\1", "speeds"),
 ]
 # Values of JSON that are replaced, by their keys: each with its reason.
 MASKED_KEYS = {
