@@ -33,6 +33,8 @@ LONGROPE_ONLY = ("phi3",)
 # Values of `type` that transformers converts to a `rope_type`, keeping both (Qwen 2 VL, Phi 3).
 _ALIASES = {"mrope": "default", "su": "longrope"}
 
+ORIGINAL_LENGTH = "original_max_position_embeddings"  # the key of the tokens of pretraining
+
 # The key of a temperature of queries (Ministral 3), which begins at the original length.
 TEMPERATURE_KEY = "llama_4_scaling_beta"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 
 from rope_patch.cli import options
@@ -32,6 +34,9 @@ def verify(
     seconds: float = option(600.0, "Time budget."),
     seed: options.Seed = 0,
     loading: options.LoadingOptions,
+    junit: Path | None = option(
+        None, "Also write the verdict to this file as JUnit XML, for a build server."
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Find out whether a running engine rotates as asked, from its log-probabilities.
@@ -39,15 +44,18 @@ def verify(
     Sends prompts of token ids, computes the same with transformers under every rotation that the
     engine may have, and prints the one that explains its numbers: as asked, unscaled, without the
     attention factor, with another theta, scaled twice, ... Exit code: 0 as asked, 1 another
-    rotation, 2 cannot tell (or an error).
+    rotation, 2 an error, 3 cannot tell.
 
     \b
     Examples:
       rope-patch verify http://localhost:8000 --against Qwen/Qwen3-8B --method yarn --factor 4
       rope-patch verify http://localhost:8080 --against ./my-model-32k --json
     """
+    from rope_patch.utils.atomic_files import atomic_write, require_writable_file
     from rope_patch.verifying import verify as run
 
+    if junit is not None:
+        require_writable_file(junit, "the verdict", folder_exists=False)
     verification = run(
         url,
         against=against,
@@ -63,5 +71,7 @@ def verify(
         **loading.arguments(),
         **options.parse_options(method_option),
     )
+    if junit is not None:
+        atomic_write(junit, verification.to_junit())
     show_result(verification, as_json)
     raise typer.Exit(verification.exit_code)

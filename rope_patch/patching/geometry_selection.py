@@ -18,6 +18,7 @@ from rope_patch.original_config import is_saved_patch, trained_config_length, tr
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.architecture.rotary_traits import reference_frequencies
 from rope_patch.rope_config import (
+    ORIGINAL_LENGTH,
     by_layer_type,
     config_rope_type,
     extends_scaled_frequencies,
@@ -106,7 +107,6 @@ def resolve_base(
     return replace(sized, base=tuple(running.tolist()), attention_factor=reference.attention_factor)
 
 
-_ORIGINAL = "original_max_position_embeddings"
 _ATTENTION_OPTIONS = ("attention_factor", "mscale", "mscale_all_dim")
 
 
@@ -171,7 +171,7 @@ def require_no_shrink(
         return
     claimed = getattr(config, "max_position_embeddings", None)
     reaches = [
-        round(parameters["factor"] * (parameters.get(_ORIGINAL) or first.trained_length))
+        round(parameters["factor"] * (parameters.get(ORIGINAL_LENGTH) or first.trained_length))
         for parameters in (own_parameters[layer_type] for layer_type in geometries)
         if config_rope_type(parameters) == "yarn"
     ]
@@ -245,7 +245,7 @@ def total_yarn(requested: YaRN, parameters: Mapping[str, Any]) -> YaRN:
 
 def original_geometry(geometry: Geometry, parameters: Mapping[str, Any]) -> Geometry:
     """Return the rotation before the config's YaRN."""
-    original = int(parameters[_ORIGINAL])
+    original = int(parameters[ORIGINAL_LENGTH])
     return replace(geometry, base=(), attention_factor=1.0, trained_length=original)
 
 

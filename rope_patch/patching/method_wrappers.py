@@ -24,11 +24,9 @@ from rope_patch.patching.geometry_selection import (
     original_geometry,
     total_yarn,
 )
-from rope_patch.rope_config import TEMPERATURE_KEY, by_layer_type, config_rope_type
+from rope_patch.rope_config import ORIGINAL_LENGTH, TEMPERATURE_KEY, by_layer_type, config_rope_type
 from rope_patch.trained_yarn import trained_yarn_evidence
 from rope_patch.utils.errors import Refused
-
-_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +248,9 @@ class ContinuedScaling(MethodWrapper):
             "attention_factor": float(reached.attention_factor),
             **original_rope_parameters(geometry),
             **({"original_max_position_embeddings": self.short_length} if switches else {}),
-            **{key: own[key] for key in (_ORIGINAL,) if TEMPERATURE_KEY in own and key in own},
+            **{
+                key: own[key] for key in (ORIGINAL_LENGTH,) if TEMPERATURE_KEY in own and key in own
+            },
         }
 
     def _is_proportional(self, layer_type: str | None) -> bool:

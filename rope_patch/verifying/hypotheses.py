@@ -1,42 +1,35 @@
-"""The hypotheses about an engine: as asked, and the ways in which engines are known to fail."""
+"""The hypotheses about an engine: as asked, and the ways in which engines are known to fail.
+
+Where an engine is known for a failure, its issue is named beside the hypothesis.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
-from torch import nn
-
-from rope_patch.entry_points import patch_rotation
 from rope_patch.extension import Extension
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.methods.base import Rotation
 from rope_patch.methods.linear import Linear
 from rope_patch.methods.ntk import NTK
+from rope_patch.methods.ntk_by_parts import NTKByParts, yarn_mscale
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.methods.yarn import YaRN
-from rope_patch.patching import Patch
-from rope_patch.patching.architecture.mla_scale import (
-    SoftmaxScaled,
-    config_mscale,
-    find_mla_attentions,
-)
-from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.patching.architecture.rotary_traits import RotaryTraits, reference_frequencies
-from rope_patch.patching.geometry_selection import base_geometries
-from rope_patch.patching.method_wrappers import MethodWrapper, unwrap
-from rope_patch.rope_config import by_layer_type, config_rope_type
+from rope_patch.patching.method_wrappers import unwrap
+from rope_patch.rope_config import ORIGINAL_LENGTH, by_layer_type
 from rope_patch.utils.errors import Refused
+from rope_patch.verifying.asked_rotation import AskedRotation, is_scaled, with_options
 
 # Bases that engines fall back to, and those of common checkpoints.
 _THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
+_FIXED_FACTOR = 8.0  # Megatron-LM #6305 scales by it whatever the config says
 _T = TypeVar("_T")
 _METHODS: tuple[type[Method], ...] = (Linear, YaRN, NTK)
 _UNASKED_FACTORS = (2.0, 4.0)  # factors that are tried where no extension was asked for
+Rotate = Callable[[int], Rotation]  # from the tokens in a sequence
 
 
 def make_hypotheses(asked: AskedRotation, longest: int) -> list[Hypothesis]:
@@ -50,20 +43,37 @@ def make_hypotheses(asked: AskedRotation, longest: int) -> list[Hypothesis]:
         *_plain_rotations(asked),
         *_attention_factors(asked),
         *_tables(asked, longest),
-        *_lengths(asked),
+        *_lengths(asked, longest),
         *_thetas(asked),
         *_other_scalings(asked),
+        *_constants(asked),
         *_layers(asked),
+        *_positions_and_pairs(asked),
     ]
     as_asked = Hypothesis(
         AS_ASKED, f"rotates as asked ({asked.name})", asked.asked, asked.extension
     )
     lengths = sorted({1, asked.trained_length, asked.trained_length + 1, asked.target_length})
-    hypotheses = [as_asked]
+    hypotheses: list[Hypothesis] = [as_asked]
+    rotations = [[as_asked.rotation(n) for n in lengths]]
+    # Frequencies do not say what such a request does, so nothing counts as the same.
+    rivals = slice(1 if _acts_beyond_frequencies(asked) else 0, None)
     for candidate in candidates:
-        rivals = hypotheses[1:] if _acts_beyond_frequencies(asked) else hypotheses
-        if not any(candidate.same_as(other, lengths) for other in rivals):
+        own = [candidate.rotation(n) for n in lengths]
+        same = (
+            index
+            for index, (other, its) in list(enumerate(zip(hypotheses, rotations, strict=True)))[
+                rivals
+            ]
+            if candidate.deviations == other.deviations
+            and all(mine.close_to(theirs) for mine, theirs in zip(own, its, strict=True))
+        )
+        if (index := next(same, None)) is None:
             hypotheses.append(candidate)
+            rotations.append(own)
+        else:
+            other = hypotheses[index]
+            hypotheses[index] = replace(other, aliases=(*other.aliases, candidate.name))
     return hypotheses
 
 
@@ -80,9 +90,11 @@ def _acts_beyond_frequencies(asked: AskedRotation) -> bool:
 def _plain_rotations(asked: AskedRotation) -> list[Hypothesis]:
     unscaled, own = asked.unscaled(), asked.own_rotation()
     hypotheses = [
-        Hypothesis("unscaled", "rotates by theta alone: no scaling acts", lambda n: unscaled),
-        Hypothesis("checkpoint", "rotates by the checkpoint's config only", lambda n: own),
+        Hypothesis("unscaled", "rotates by theta alone: no scaling acts", lambda n: unscaled)
     ]
+    if asked.handle is not None:
+        says = "rotates by the checkpoint's config only"
+        hypotheses.append(Hypothesis("checkpoint", says, lambda n: own))
     if _acts_beyond_frequencies(asked):
         says = "has the frequencies asked for, without what the method does in attention"
         hypotheses.append(Hypothesis("frequencies-only", says, asked.asked))
@@ -90,12 +102,12 @@ def _plain_rotations(asked: AskedRotation) -> list[Hypothesis]:
 
 
 def _attention_factors(asked: AskedRotation) -> list[Hypothesis]:
-    def power(exponent: int) -> Callable[[int], Rotation]:
+    def power(exponent: int) -> Rotate:
         def rotation(length: int) -> Rotation:
             rotation = asked.asked(length)
             return Rotation(
                 {
-                    layer_type: Frequencies(each.inv_freq, each.attention_factor**exponent)
+                    layer_type: replace(each, attention_factor=each.attention_factor**exponent)
                     for layer_type, each in rotation.frequencies.items()
                 },
                 rotation.softmax_mscale**exponent,
@@ -103,9 +115,21 @@ def _attention_factors(asked: AskedRotation) -> list[Hypothesis]:
 
         return rotation
 
-    return [
+    factors = {
+        layer_type: yarn_mscale(yarn.factor)
+        for layer_type in asked.changed
+        if (yarn := asked.yarn(layer_type)) is not None
+    }
+
+    def by_formula(length: int) -> Rotation:
+        frequencies = dict(asked.asked(length).frequencies)
+        for layer_type, factor in factors.items():
+            frequencies[layer_type] = replace(frequencies[layer_type], attention_factor=factor)
+        return Rotation(frequencies)
+
+    hypotheses = [
         Hypothesis(
-            "no-attention-factor",
+            "no-attention-factor",  # vLLM #46280
             "has the frequencies asked for, but drops the attention factor (mscale)",
             power(0),
         ),
@@ -113,6 +137,11 @@ def _attention_factors(asked: AskedRotation) -> list[Hypothesis]:
             "attention-factor-twice", "applies the attention factor (mscale) twice", power(2)
         ),
     ]
+    if factors:
+        says = "takes YaRN's usual attention factor, 0.1 ln(factor) + 1, for the one asked for"
+        # exllamav3 #259, SGLang #31232, vLLM #48621: mscale and mscale_all_dim are not read.
+        hypotheses.append(Hypothesis("usual-attention-factor", says, by_formula))
+    return hypotheses
 
 
 def _tables(asked: AskedRotation, longest: int) -> list[Hypothesis]:
@@ -137,27 +166,61 @@ def _tables(asked: AskedRotation, longest: int) -> list[Hypothesis]:
     ]
 
 
-def _thetas(asked: AskedRotation) -> list[Hypothesis]:
-    own = {asked.geometries[layer_type].theta for layer_type in asked.changed}
+def _positions_and_pairs(asked: AskedRotation) -> list[Hypothesis]:
+    def doubled(length: int) -> Rotation:
+        rotation = asked.asked(length)
+        return replace(
+            rotation,
+            frequencies={
+                layer_type: replace(each, inv_freq=2 * each.inv_freq)
+                for layer_type, each in rotation.frequencies.items()
+            },
+        )
 
-    def with_theta(theta: float) -> Callable[[int], Rotation]:
+    hypotheses = [
+        Hypothesis("doubled-positions", "counts every position twice", doubled)  # mlxcel #1389
+    ]
+    if asked.has_two_pairings:
+        other = "half a head apart" if asked.rotation_sites[0].interleaved else "of neighbours"
+        hypotheses.append(
+            Hypothesis(
+                "other-pairs",
+                f"rotates pairs {other}, which the model was not trained on",
+                asked.asked,
+                has_other_pairs=True,
+            )
+        )
+    return hypotheses
+
+
+def _thetas(asked: AskedRotation) -> list[Hypothesis]:
+    own = {each: asked.geometries[each] for each in asked.changed}
+
+    def with_thetas(thetas: Mapping[str | None, float]) -> Rotate:
         method = asked.method
         if method is None:
-            rotation = asked.own_rotation(rope_theta=theta)
+            rotation = asked.own_rotation({k: {"rope_theta": v} for k, v in thetas.items()})
             return lambda length: rotation
         geometries = {
-            each: _based_on(asked.geometries[each], theta)
-            for each in asked.changed
-            if asked.geometries[each].theta != theta
+            layer_type: _based_on(own[layer_type], theta)
+            for layer_type, theta in thetas.items()
+            if own[layer_type].theta != theta
         }
         return lambda length: asked.by_method(method, length, geometries)
 
-    return [
+    hypotheses = [
         Hypothesis(f"theta-{theta:.0f}", f"scales as asked, but with theta {theta:,.0f}", rotate)
         for theta in _THETAS
-        if any(abs(theta / each - 1) > 0.01 for each in own)
-        and (rotate := _if_possible(with_theta, theta)) is not None
+        if any(abs(theta / each.theta - 1) > 0.01 for each in own.values())
+        and (rotate := _if_possible(with_thetas, dict.fromkeys(own, theta))) is not None
     ]
+    # theta^(-2i / D) is the frequency of the base theta^(R / D) where R of D elements rotate.
+    over_heads = {k: each.theta ** (each.rotary_dim / each.head_dim) for k, each in own.items()}
+    rotate = _if_possible(with_thetas, over_heads)
+    if any(each.rotary_dim < each.head_dim for each in own.values()) and rotate is not None:
+        says = "computes frequencies over the whole head, of which a part rotates"
+        hypotheses.append(Hypothesis("head-width", says, rotate))  # pie #603
+    return hypotheses
 
 
 def _based_on(geometry: Geometry, theta: float) -> Geometry:
@@ -167,40 +230,109 @@ def _based_on(geometry: Geometry, theta: float) -> Geometry:
 
 
 def _other_scalings(asked: AskedRotation) -> list[Hypothesis]:
-    """Return other methods, other factors, and scaling twice."""
+    """Return other methods, and scaling twice."""
     hypotheses: list[Hypothesis] = []
-
-    def add(name: str, says: str, method: Method) -> None:
-        hypotheses.append(Hypothesis(name, says, lambda n: asked.by_method(method, n)))
-
     factors = (asked.factor,) if asked.factor > 1 else _UNASKED_FACTORS
     for kind in _METHODS:
         for factor in factors:
-            name = f"{kind.name}-{factor:g}"
             if _is(asked.method, kind) and factor == asked.factor:
                 continue
-            other = asked.wrapped(kind(factor=factor))
-            add(name, f"scales by {kind.name}, factor {factor:g}", other)
+            rotate = _by_method(asked, asked.wrapped(kind(factor=factor)))
+            says = f"scales by {kind.name}, factor {factor:g}"
+            hypotheses.append(Hypothesis(f"{kind.name}-{factor:g}", says, rotate))
     if asked.factor > 1:
         hypotheses.append(Hypothesis("scaled-twice", "scales every pair twice", _twice(asked)))
-    method = asked.method
-    if method is None or asked.factor <= 1 or asked.is_length_dependent:
-        return hypotheses
-    for factor in (asked.factor / 2, asked.factor * 2, asked.factor**2):
-        if factor > 1 and (changed := _if_possible(with_factor, method, factor)) is not None:
-            add(f"factor-{factor:g}", f"scales as asked, but with factor {factor:g}", changed)
-    longer = {
-        each: replace(asked.geometries[each], trained_length=asked.target_length)
-        for each in asked.changed
-    }
-    hypotheses.append(
-        Hypothesis(
-            "original-length-lost",
-            f"takes {asked.target_length:,} tokens for the length of pretraining",
-            lambda n: asked.by_method(method, n, longer),
-        )
-    )
+    on_top = [each for each in asked.changed if asked.geometries[each].base]
+    if asked.method is not None and on_top:
+        says = "scales once more what the checkpoint's own scaling has scaled"
+        rotate = _on_top(asked, unwrap(asked.method), on_top)
+        hypotheses.append(Hypothesis("scaled-on-top", says, rotate))
     return hypotheses
+
+
+def _constants(asked: AskedRotation) -> list[Hypothesis]:
+    """Return the scaling asked for with another factor, original length or ramp."""
+    hypotheses: list[Hypothesis] = []
+
+    def add(name: str, says: str, rotate: Rotate | None) -> None:
+        if rotate is not None:
+            hypotheses.append(Hypothesis(name, says, rotate))
+
+    def changed(name: str, value: Any) -> Rotate | None:
+        if asked.method is None:
+            return _if_possible(_own_with, asked, name, value)
+        method = _if_possible(with_options, asked.method, **{name: value})
+        return None if method is None else _by_method(asked, method)
+
+    if asked.factor > 1 and not asked.is_length_dependent:
+        own = asked.factor
+        for factor in sorted({own / 2, own * 2, own**2, _FIXED_FACTOR} - {own}):
+            if factor > 1:
+                says = f"scales as asked, but with factor {factor:g}"
+                add(f"factor-{factor:g}", says, changed("factor", factor))
+        claimed = asked.config.max_position_embeddings
+        lengths = {"original-length-lost": asked.target_length, f"original-{claimed}": claimed}
+        for name, length in lengths.items():
+            says = f"takes {length:,} tokens for the length of pretraining"
+            add(name, says, _from_length(asked, length))
+    ramp = unwrap(asked.method) if asked.method is not None else asked.yarn(asked.changed[0])
+    if isinstance(ramp, NTKByParts):  # keras-hub #2981
+        says = (
+            "keeps the ends of YaRN's ramp" if ramp.truncate else "rounds the ends of YaRN's ramp"
+        )
+        says += " between pairs" if ramp.truncate else " to whole pairs"
+        add(
+            "truncate",
+            f"{says} (truncate={not ramp.truncate})",
+            changed("truncate", not ramp.truncate),
+        )
+    return hypotheses
+
+
+def _by_method(asked: AskedRotation, method: Method) -> Rotate:
+    return lambda length: asked.by_method(method, length)
+
+
+def _own_with(asked: AskedRotation, name: str, value: Any) -> Rotate | None:
+    """Return the config's own scaling with another constant; None if it has no such constant."""
+    parameters = by_layer_type(asked.config.rope_parameters)
+    scaled = [each for each in asked.changed if is_scaled(parameters[each])]
+    if name != "truncate" and not any(name in parameters[each] for each in scaled):
+        return None
+    rotation = asked.own_rotation({each: {name: value} for each in scaled})
+    return lambda length: rotation
+
+
+def _from_length(asked: AskedRotation, length: int) -> Rotate | None:
+    """Return the scaling asked for from another length of pretraining."""
+    if asked.method is None:
+        return _own_with(asked, ORIGINAL_LENGTH, length)
+    method = asked.method
+    geometries = {
+        each: replace(asked.geometries[each], trained_length=length) for each in asked.changed
+    }
+    return lambda n: asked.by_method(method, n, geometries)
+
+
+def _on_top(asked: AskedRotation, method: Method, layer_types: list[str | None]) -> Rotate:
+    """Return the checkpoint's scaling, with each pair stretched once more by a method."""
+    parameters = by_layer_type(asked.config.rope_parameters)
+
+    def rotation(length: int) -> Rotation:
+        rotation = asked.asked(length)
+        frequencies = dict(rotation.frequencies)
+        for layer_type in layer_types:
+            scaled = asked.geometries[layer_type]
+            original = parameters[layer_type].get(ORIGINAL_LENGTH, scaled.trained_length)
+            start = replace(scaled, base=(), attention_factor=1.0, trained_length=int(original))
+            once = method.frequencies_at(start, length)
+            frequencies[layer_type] = Frequencies(
+                scaled.inv_freq() * once.inv_freq / start.inv_freq(),
+                scaled.attention_factor * once.attention_factor,
+            )
+        return replace(rotation, frequencies=frequencies)
+
+    return rotation
 
 
 def _is(method: Method | None, kind: type[Method]) -> bool:
@@ -227,236 +359,50 @@ def _twice(asked: AskedRotation) -> Callable[[int], Rotation]:
 
 
 def _layers(asked: AskedRotation) -> list[Hypothesis]:
+    parameters = by_layer_type(asked.config.rope_parameters)
+    others = [each for each in parameters if each is not None and each not in asked.changed]
     method = asked.method
-    others = [each for each in asked.geometries if each not in asked.changed]
-    if method is None or not others:
+    if not others:
         return []
-    return [
-        Hypothesis(
-            "all-layers",
-            f"scales the {' and '.join(map(str, others))} layers, too",
-            lambda n: asked.by_method(method, n, asked.geometries),
-        )
-    ]
+    says = f"scales the {' and '.join(map(str, others))} layers, too"
+    if method is not None:
+        rotate: Rotate = lambda length: asked.by_method(method, length, asked.geometries)  # noqa: E731
+    elif asked.is_own_scaled:
+        scaling = {k: v for k, v in parameters[asked.changed[0]].items() if k != "rope_theta"}
+        rotation = asked.own_rotation(dict.fromkeys(others, scaling))
+        rotate = lambda length: rotation  # noqa: E731
+    else:
+        return []
+    return [Hypothesis("all-layers", says, rotate)]  # SGLang #30920
 
 
-def _lengths(asked: AskedRotation) -> list[Hypothesis]:
+def _lengths(asked: AskedRotation, longest: int) -> list[Hypothesis]:
     """Return what engines do with a rotation that should follow the length."""
-    if not asked.is_length_dependent or asked.handle is None:
+    if not asked.is_length_dependent:
         return []
-    target = asked.target_length
+    target, trained = asked.target_length, asked.trained_length
     hypotheses = [
         Hypothesis(
-            "fixed-at-target",
+            "fixed-at-target",  # llama.cpp #24823: LongRoPE's long factors at short lengths
             f"rotates every text as one of {target:,} tokens",
             lambda n: asked.asked(target),
         )
     ]
-    if not isinstance(unwrap(asked.handle.method), PositionMap):
+    if longest > trained:
+        says = f"rotates every text as one of {trained:,} tokens, the trained length"
+        hypotheses.append(Hypothesis("fixed-at-trained", says, lambda n: asked.asked(trained)))
+    if asked.handle is not None and not isinstance(unwrap(asked.handle.method), PositionMap):
         says = "keeps cached keys under the rotation of their time as a text grows (stale keys)"
         hypotheses.append(Hypothesis("stale-keys", says, asked.asked, keeps_stale_keys=True))
     return hypotheses
 
 
-def _if_possible(make: Callable[..., _T], *arguments: Any) -> _T | None:
+def _if_possible(make: Callable[..., _T], *arguments: Any, **options: Any) -> _T | None:
     """Return what a function makes; None where it refuses the values."""
     try:
-        return make(*arguments)
+        return make(*arguments, **options)
     except Refused:
         return None
-
-
-@dataclass(frozen=True, eq=False)
-class AskedRotation:
-    """What an engine was asked for, on a model without a patch.
-
-    Attributes:
-        extension: The request; None to ask for the checkpoint's own rotation.
-        handle: The patch that the request makes, undone; None without a request.
-        config: The text config without a patch.
-        traits: Facts about the rotary modules.
-        geometries: The unextended rotation of every layer type.
-        changed: The layer types that the request extends; without one, those that the config
-            scales, or all.
-    """
-
-    extension: Extension | None
-    handle: Patch | None
-    config: Any
-    traits: list[RotaryTraits]
-    geometries: dict[str | None, Geometry]
-    changed: tuple[str | None, ...]
-
-    @classmethod
-    def of(cls, model: nn.Module, extension: Extension | None) -> AskedRotation:
-        """Return what is asked for of a model that is not patched.
-
-        Args:
-            model: The model.
-            extension: The request; None for the checkpoint's own rotation.
-
-        Raises:
-            ValueError: The model does not rotate, or the request cannot be met.
-        """
-        rotaries = find_rotaries(model)
-        handle = None
-        if extension is not None:
-            with patch_rotation(model, replace(extension, kernels="hf")) as handle:
-                pass
-            extension = replace(handle.extension, kernels="hf")
-        config: Any = handle.original_config if handle else rotaries[0].module.config
-        traits = [RotaryTraits.of(model, rotary, config) for rotary in rotaries]
-        known = [name for name in by_layer_type(config.rope_parameters) if name is not None]
-        trained = handle.trained_length if handle else None
-        geometries = _geometries(config, rotaries, trained, known)
-        if handle is not None:
-            geometries |= handle.geometries
-        scaled = [
-            layer_type
-            for layer_type, parameters in by_layer_type(config.rope_parameters).items()
-            if layer_type in geometries and _is_scaled(parameters)
-        ]
-        changed = tuple(handle.geometries if handle else scaled or geometries)
-        return cls(extension, handle, config, traits, geometries, changed)
-
-    @property
-    def method(self) -> Method | None:
-        """Return the method with its options; None without a request."""
-        return None if self.handle is None else self.handle.method
-
-    @property
-    def name(self) -> str:
-        """Return what is asked for, for messages."""
-        return "the checkpoint's own rotation" if self.handle is None else str(self.handle)
-
-    @property
-    def trained_length(self) -> int:
-        """Return the tokens of pretraining."""
-        return next(iter(self.geometries.values())).trained_length
-
-    @property
-    def target_length(self) -> int:
-        """Return the tokens that the engine should read; twice the trained ones if unlimited."""
-        if self.handle is not None:
-            return self.handle.length or 2 * self.trained_length
-        return max(self.trained_length, self.config.max_position_embeddings or 0)
-
-    @property
-    def factor(self) -> float:
-        """Return target length / trained length."""
-        return self.target_length / self.trained_length
-
-    @property
-    def is_length_dependent(self) -> bool:
-        """Return whether the rotation asked for depends on the length of each sequence."""
-        if self.handle is not None:
-            return self.handle.is_length_dependent
-        parameters = by_layer_type(self.config.rope_parameters).values()
-        return any(config_rope_type(each) in ("dynamic", "longrope") for each in parameters)
-
-    def own_rotation(self, **fields: Any) -> Rotation:
-        """Return the rotation that transformers computes from the checkpoint's config.
-
-        Args:
-            **fields: Entries of `rope_parameters` that differ, in the layer types that change.
-        """
-        if not fields:
-            return self._own_rotation
-        config = copy.deepcopy(self.config)
-        for layer_type, parameters in by_layer_type(config.rope_parameters).items():
-            if layer_type in self.changed:
-                parameters.update(fields)
-        return self._rotation_of(config)
-
-    @cached_property  # most hypotheses begin with it, and are compared with one another
-    def _own_rotation(self) -> Rotation:
-        return self._rotation_of(self.config)
-
-    def _rotation_of(self, config: Any) -> Rotation:
-        frequencies: dict[str | None, Frequencies] = {}
-        for traits in self.traits:
-            frequencies |= reference_frequencies(traits.rotary, config)
-        return Rotation(frequencies, self._config_mscale(config))
-
-    def unscaled(self) -> Rotation:
-        """Return the rotation of every layer by its theta alone."""
-        own = self.own_rotation().frequencies
-        parameters = by_layer_type(self.config.rope_parameters)
-        return Rotation(
-            {
-                layer_type: Frequencies(self.geometries[layer_type].unscaled_inv_freq())
-                if layer_type in self.changed or _is_scaled(parameters[layer_type])
-                else each
-                for layer_type, each in own.items()
-            }
-        )
-
-    def asked(self, length: int) -> Rotation:
-        """Return the rotation asked for, of a sequence of `length` tokens."""
-        own = self.own_rotation()
-        if self.handle is None:
-            return own
-        frequencies = own.frequencies | self.handle.frequencies_at(length)
-        return Rotation(frequencies, self._mscale(self.handle.method, length))
-
-    def by_method(
-        self,
-        method: Method,
-        length: int,
-        geometries: dict[str | None, Geometry] | None = None,
-    ) -> Rotation:
-        """Return the rotation by another method, or from other geometries.
-
-        Args:
-            method: The method.
-            length: Tokens in the sequence.
-            geometries: The unextended rotation of the layer types to change; those that the
-                request changes unless given.
-        """
-        geometries = geometries or {each: self.geometries[each] for each in self.changed}
-        own = self.own_rotation()
-        frequencies = own.frequencies | {
-            layer_type: method.frequencies_at(geometry, length)
-            for layer_type, geometry in geometries.items()
-            if layer_type in own.frequencies
-        }
-        return Rotation(frequencies, self._mscale(method, length))
-
-    def wrapped(self, method: Method) -> Method:
-        """Return another method, wrapped for MLA models as the one asked for."""
-        mine = self.method
-        return replace(mine, inner=method) if isinstance(mine, SoftmaxScaled) else method
-
-    def _mscale(self, method: Method, length: int) -> float:
-        if not isinstance(method, SoftmaxScaled):
-            return 1.0
-        return method.softmax_mscale_at(self.geometries[self.changed[0]], length)
-
-    def _config_mscale(self, config: Any) -> float:
-        attentions = [each for t in self.traits for each in find_mla_attentions(t.owner)]
-        return config_mscale(attentions[0], config) if attentions else 1.0
-
-
-def with_factor(method: Method, factor: float) -> Method:
-    """Return a method with another factor, below its wrappers."""
-    if isinstance(method, MethodWrapper):
-        return replace(method, inner=with_factor(method.inner, factor))
-    return replace(method, factor=factor)
-
-
-def _geometries(
-    config: Any, rotaries: list[Any], trained: int | None, known: list[str]
-) -> dict[str | None, Geometry]:
-    """Return the unscaled geometries; the running ones where a config hides its original length."""
-    layer_types = known or None
-    try:
-        return base_geometries(config, rotaries, trained, layer_types, "unscaled")
-    except Refused:
-        return base_geometries(config, rotaries, trained, layer_types, "running")
-
-
-def _is_scaled(parameters: dict[str, Any]) -> bool:
-    return config_rope_type(parameters) not in ("default", "proportional")
 
 
 AS_ASKED = "as-asked"
@@ -476,6 +422,9 @@ class Hypothesis:
         table_rows: Rows of the engine's table of cos and sin; None if it has enough.
         table_end: What happens to positions beyond the table: "wraps" or "clamps".
         keeps_stale_keys: Whether cached keys keep the rotation of their time as the text grows.
+        has_other_pairs: Whether it rotates neighbours where the model was trained on pairs half a
+            head apart, or the other way round.
+        aliases: Names of hypotheses that are this same rotation for this request.
     """
 
     name: str
@@ -485,16 +434,15 @@ class Hypothesis:
     table_rows: int | None = None
     table_end: str = WRAPS
     keeps_stale_keys: bool = False
+    has_other_pairs: bool = False
+    aliases: tuple[str, ...] = ()
 
-    def same_as(self, other: Hypothesis, lengths: list[int]) -> bool:
-        """Return whether two hypotheses without requests describe one rotation."""
-        return (
-            self.table_rows == other.table_rows
-            and self.table_end == other.table_end
-            and self.keeps_stale_keys == other.keeps_stale_keys
-            and all(self.rotation(n).close_to(other.rotation(n)) for n in lengths)
-        )
+    @property
+    def deviations(self) -> tuple[Any, ...]:
+        """Return what it does beside its frequencies; equal for hypotheses that do the same."""
+        return self.table_rows, self.table_end, self.keeps_stale_keys, self.has_other_pairs
 
     def to_dict(self) -> dict[str, Any]:
-        """Return name and sentence, for JSON."""
-        return {"name": self.name, "says": f"the engine {self.says}"}
+        """Return name, sentence and aliases, for JSON."""
+        aliases = list(self.aliases)
+        return {"name": self.name, "says": f"the engine {self.says}", "same_as": aliases}

@@ -15,12 +15,13 @@ import torch
 from rope_patch.extension import Extension
 from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.utils.terminal import progress_bar
+from rope_patch.verifying.asked_rotation import AskedRotation
 from rope_patch.verifying.clients import CannotReach, CannotVerify, Engine, Observation
 from rope_patch.verifying.engine_detection import open_engine
-from rope_patch.verifying.hypotheses import AskedRotation, make_hypotheses
+from rope_patch.verifying.hypotheses import AS_ASKED, Hypothesis, make_hypotheses
 from rope_patch.verifying.probe_prompts import ProbePrompt, PromptMaker, make_prompt_maker
 from rope_patch.verifying.reference import Reference, Subject, measure_noise, open_subject
-from rope_patch.verifying.verdict import Evidence, Verdict, judge
+from rope_patch.verifying.verdict import Evidence, Verdict, judge, needs_no_more
 from rope_patch.verifying.verification import Verification, VerifyRequest
 
 logger = logging.getLogger("rope_patch")
@@ -154,27 +155,30 @@ class _Run:
         self.hypotheses = make_hypotheses(asked, self.longest)
         self.untested = self._find_untested(asked)
         self.evidence = Evidence()
+        self.open: list[Hypothesis] = []
+        self.bar = progress_bar(
+            total=len(self.hypotheses) * len(self._first_round()),
+            desc=f"{len(self.hypotheses)} hypotheses",
+            disable=not request.progress,
+        )
 
     def verification(self) -> Verification:
         """Return the result."""
         noise = measure_noise(self.engine, self.reference, self.maker, self.hypotheses)
         written = self._written()
+        self.open = list(self.hypotheses)
         verdict = None
-        bar = progress_bar(
-            total=len(self.hypotheses) * len(self._first_round()),
-            desc=f"{len(self.hypotheses)} hypotheses",
-            disable=not self.request.progress,
-        )
-        with bar:
+        with self.bar:
             if written is not None:
-                self._add(written.prompt, bar, written)
+                self._add(written.prompt, 0, written)
             for number in range(self.request.rounds):
                 started = time.monotonic()
-                for prompt in self._first_round() if verdict is None else self._next(verdict):
+                prompts = self._first_round() if verdict is None else self._next(verdict)
+                for left, prompt in zip(itertools.count(len(prompts) - 1, -1), prompts):
                     if self._is_over():
                         break
                     try:
-                        self._add(prompt, bar)
+                        self._add(self.maker.make(*prompt), left)
                     except CannotReach:
                         if not self._is_over():
                             raise
@@ -184,7 +188,6 @@ class _Run:
                 took = time.monotonic() - started
                 if (verdict.is_final and number) or self._is_over(took):
                     break
-                bar.total = bar.n + len(self.hypotheses) * len(self._next(verdict))
         assert verdict is not None
         return Verification(
             engine=self.engine.name,
@@ -192,27 +195,36 @@ class _Run:
             verdict=verdict,
             hypotheses=tuple(self.hypotheses),
             untested=self.untested,
-            prompts=len(self.evidence.kinds),
+            prompts=len(self.evidence.prompts),
             tokens=self.evidence.tokens,
+            readings=self.evidence.readings,
             longest=self.longest,
             seconds=time.monotonic() - self.began,
         )
 
     def _find_untested(self, asked: AskedRotation) -> dict[str, str]:
-        if self.longest > asked.trained_length or asked.target_length <= asked.trained_length:
-            return {}
-        limit, needed = self.engine.max_length, asked.trained_length * 5 // 4
-        return {
-            "a table of cos and sin that ends at the trained length": (
-                f"prompts are shorter; --tokens {needed} tests it"
-                if limit is None or limit > needed
-                else f"the engine accepts {limit:,} tokens"
+        untested = {}
+        if any(traits.is_mrope for traits in asked.traits):  # exllamav3 #332, LightLLM #1582
+            untested["the sections of M-RoPE"] = (
+                "prompts are text, whose tokens have one position on all axes"
             )
-        }
+        if self.longest > asked.trained_length or asked.target_length <= asked.trained_length:
+            return untested
+        limit, needed = self.engine.max_length, asked.trained_length * 5 // 4
+        why = (
+            f"prompts are shorter; --tokens {needed} tests it"
+            if limit is None or limit > needed
+            else f"the engine accepts {limit:,} tokens"
+        )
+        untested["a table of cos and sin that ends at the trained length"] = why
+        if asked.is_length_dependent:
+            untested["a rotation that does not follow the length"] = why
+        return untested
 
     def _first_round(self) -> list[tuple[str, int]]:
         short = max(2, min(self.longest, self.reference.asked.trained_length) // 2)
-        return [(kind, self.longest) for kind in self.maker.kinds] + [("near", short)]
+        # The short one first: it is cheap, and most hypotheses are ruled out by it.
+        return [("near", short), *((kind, self.longest) for kind in self.maker.kinds)]
 
     def _next(self, verdict: Verdict) -> list[tuple[str, int]]:
         """Return the prompts that tell the remaining hypotheses apart best, twice."""
@@ -226,24 +238,49 @@ class _Run:
         best = max(kinds, key=lambda kind: self.evidence.separation(kind, names, verdict.closest))
         return [(best, self.longest), (best, self.longest)]
 
-    def _add(self, prompt: Any, bar: Any, observation: Observation | None = None) -> None:
-        """Read one prompt under every hypothesis, and ask the engine about it."""
-        if isinstance(prompt, tuple):
-            prompt = self.maker.make(*prompt)
+    def _add(self, prompt: ProbePrompt, left: int, observation: Observation | None = None) -> None:
+        """Ask the engine about a prompt, and read it under the hypotheses that are open.
+
+        `left` prompts follow in this round.
+        """
         predictions = {}
         if observation is None and not self.engine.is_slow:
             observation = self.engine.observe(prompt)  # first: a refusal costs no computation
-        for hypothesis in self.hypotheses:
+        self.bar.total = self.bar.n + (left + 1) * len(self.open)
+        for hypothesis in self.open:
             predictions[hypothesis.name] = self.reference.log_probs(hypothesis, prompt)
-            bar.update()
+            self.bar.update()
         if observation is None:
             scored = _most_telling(predictions, prompt)
             observation = self.engine.observe(replace(prompt, scored=scored))
         index = {position: i for i, position in enumerate(prompt.scored)}
         answered = [index[position] for position in observation.prompt.scored]
-        self.evidence.add(
-            observation, {name: values[answered] for name, values in predictions.items()}
-        )
+        self.evidence.observe(observation)
+        for name, values in predictions.items():
+            self.evidence.predict(name, values[answered])
+        self._close()
+
+    def _close(self) -> None:
+        """Stop reading under the hypotheses that are ruled out; read up on those that are not."""
+        while True:
+            closest = self.evidence.closest()
+            rivals = {
+                each.name: self.evidence.compare(each.name, closest) for each in self.hypotheses
+            }
+            names = {each.name for each in self.hypotheses if not needs_no_more(rivals[each.name])}
+            names |= {AS_ASKED, closest}
+            if len(names) == 1:  # slow engines are asked where two hypotheses differ
+                others = [each.name for each in self.open if each.name != closest]
+                names |= {min(others, key=lambda name: rivals[name].distance, default=closest)}
+            self.open = [each for each in self.hypotheses if each.name in names]
+            behind = [each for each in self.open if self.evidence.unread(each.name)]
+            for hypothesis in behind:
+                for prompt in self.evidence.unread(hypothesis.name):
+                    self.evidence.predict(
+                        hypothesis.name, self.reference.log_probs(hypothesis, prompt)
+                    )
+            if not behind:
+                return
 
     def _written(self) -> Observation | None:
         """Return what the engine writes as a text outgrows the trained length, if that matters."""
@@ -265,7 +302,7 @@ class _Run:
     def _is_over(self, needed: float = 0.0) -> bool:
         """Return whether the time budget is used up, after the first prompt at the earliest."""
         spent = time.monotonic() - self.began + needed
-        return bool(self.evidence.kinds) and spent > self.request.seconds
+        return bool(self.evidence.prompts) and spent > self.request.seconds
 
 
 def _most_telling(predictions: dict[str, torch.Tensor], prompt: ProbePrompt) -> tuple[int, ...]:

@@ -24,13 +24,16 @@ from rope_patch.methods.base import Rotation
 from rope_patch.patching import current
 from rope_patch.patching.architecture.frequency_buffers import set_frequencies
 from rope_patch.patching.architecture.mla_scale import base_softmax_scale, find_mla_attentions
+from rope_patch.patching.kernels.attention_forward import ReboundForward, forward_attribute
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import has_tokenizer, load, read_model, read_tokenizer
 from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.transformers_api.forwards import cache_arguments
+from rope_patch.transformers_api.models import APPLY_ROTATION
+from rope_patch.verifying.asked_rotation import AskedRotation
 from rope_patch.verifying.clients import CannotVerify, Engine, Observation
-from rope_patch.verifying.hypotheses import WRAPS, AskedRotation, Hypothesis
+from rope_patch.verifying.hypotheses import WRAPS, Hypothesis
 from rope_patch.verifying.probe_prompts import PAIR, ProbePrompt, PromptMaker
 from rope_patch.verifying.verdict import LEAST
 
@@ -113,6 +116,8 @@ class Reference:
                 stack.enter_context(self.rotated(hypothesis.rotation(length)))
             if (rows := hypothesis.table_rows) is not None:
                 stack.enter_context(self._short_table(rows, hypothesis.table_end))
+            if hypothesis.has_other_pairs:
+                stack.enter_context(self._other_pairs())
             yield
 
     @contextmanager
@@ -151,6 +156,52 @@ class Reference:
             yield
         finally:
             undo_log.undo()
+
+    @contextmanager
+    def _other_pairs(self) -> Iterator[None]:
+        """Pair a head's elements in the way that the model was not trained on."""
+        undo_log = UndoLog()
+        try:
+            for site in self.asked.rotation_sites:
+                for attention in site.attentions:
+                    forward = _OtherPairs(attention, site.interleaved)
+                    undo_log.set(attention, forward_attribute(attention), forward)
+            yield
+        finally:
+            undo_log.undo()
+
+
+class _OtherPairs(ReboundForward):
+    """An attention's forward that pairs neighbours for halves, or halves for neighbours."""
+
+    def __init__(self, module: nn.Module, interleaved: bool) -> None:
+        self.interleaved = interleaved
+        super().__init__(module)
+
+    def names(self, function: Any) -> dict[str, Any]:
+        """Return what the copy finds under which global names."""
+        self._original_apply = function.__globals__[APPLY_ROTATION]
+        return {APPLY_ROTATION: self.rotate}
+
+    def rotate(self, *arguments: torch.Tensor, **options: Any) -> Any:
+        """Rotate as transformers does, with the elements of each other pair put side by side."""
+        *heads, cos, sin = arguments
+        halves = torch.arange(cos.shape[-1], device=cos.device).view(2, -1)
+        neighbours = halves.flatten().view(-1, 2)
+        order = halves.T.flatten() if self.interleaved else neighbours.T.flatten()
+        rotated = self._original_apply(
+            *(_reordered(each, order) for each in heads), cos, sin, **options
+        )
+        back = order.argsort()
+        if len(heads) == 1:
+            return _reordered(rotated, back)
+        return tuple(_reordered(each, back) for each in rotated)
+
+
+def _reordered(heads: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return heads with their first elements, those that rotate, in another order."""
+    width = len(order)
+    return torch.cat([heads[..., :width][..., order], heads[..., width:]], dim=-1)
 
 
 @dataclass(frozen=True)

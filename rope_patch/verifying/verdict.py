@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 
 from rope_patch.verifying.clients import Observation
 from rope_patch.verifying.hypotheses import AS_ASKED
+from rope_patch.verifying.probe_prompts import ProbePrompt
 
 ROTATES_AS_ASKED, ROTATES_OTHERWISE, CANNOT_TELL = "as-asked", "another", "cannot-tell"
-EXIT_CODES = {ROTATES_AS_ASKED: 0, ROTATES_OTHERWISE: 1, CANNOT_TELL: 2}
+EXIT_CODES = {ROTATES_AS_ASKED: 0, ROTATES_OTHERWISE: 1, CANNOT_TELL: 3}  # 2 is an error
 
 # Float32 tables of two libraries differ by up to 6e-4 nats in a token.
 _SAME_PREDICTION = 2e-3  # nats; predictions that differ by less count as the same
@@ -51,13 +52,13 @@ class Verdict:
 
     @property
     def margin(self) -> float:
-        """Return the log-likelihood over the next hypothesis that is ruled out, in nats."""
-        return min((self.rivals[name].margin for name in self.ruled_out), default=math.nan)
+        """Return the log-likelihood over `runner_up`, in nats; NaN without one."""
+        return math.nan if self.runner_up is None else self.rivals[self.runner_up].margin
 
     @property
     def runner_up(self) -> str | None:
         """Return the ruled-out hypothesis that is closest to the engine."""
-        return min(self.ruled_out, key=lambda name: self.rivals[name].margin, default=None)
+        return min(self.ruled_out, key=lambda name: self.rivals[name].distance, default=None)
 
     @property
     def is_final(self) -> bool:
@@ -114,6 +115,15 @@ def judge(evidence: Evidence, noise: float) -> Verdict:
     return Verdict(status, explains, ruled_out, rivals, closest, rest, noise, reason)
 
 
+def needs_no_more(rival: Rival) -> bool:
+    """Return whether more prompts would not bring a hypothesis back.
+
+    It is ruled out, and the engine certainly leans towards it no more than a right one may.
+    """
+    is_off_line = abs(rival.place) + _CERTAIN_ERRORS * rival.uncertainty <= _MAX_LEAN
+    return _is_ruled_out(rival) and is_off_line
+
+
 def _is_ruled_out(rival: Rival) -> bool:
     return (
         rival.apart >= _SAME_PREDICTION
@@ -163,27 +173,43 @@ class Rival:
 class Evidence:
     """Log-probabilities of tokens: an engine's, and those that each hypothesis predicts.
 
+    A hypothesis that is ruled out early predicts the first prompts only, and is compared on them.
+
     Attributes:
         observed: The engine's, a tensor a prompt.
         predicted: The hypotheses', by name and prompt.
-        kinds: The prompts' kinds.
+        prompts: The prompts, with the tokens that the engine answered for.
     """
 
     observed: list[torch.Tensor] = field(default_factory=list)
     predicted: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    kinds: list[str] = field(default_factory=list)
+    prompts: list[ProbePrompt] = field(default_factory=list)
 
-    def add(self, observation: Observation, predictions: Mapping[str, torch.Tensor]) -> None:
-        """Add a prompt.
+    def observe(self, observation: Observation) -> None:
+        """Add what the engine says of a prompt."""
+        self.prompts.append(observation.prompt)
+        self.observed.append(_clamp(torch.tensor(observation.log_probs, dtype=torch.float64)))
+
+    def predict(self, name: str, log_probs: torch.Tensor) -> None:
+        """Add what a hypothesis predicts for the next prompt that it has not read.
 
         Args:
-            observation: What the engine says.
-            predictions: What each hypothesis predicts for the tokens that the engine answered for.
+            name: The hypothesis.
+            log_probs: Those of the answered tokens, `[N]`.
         """
-        self.kinds.append(observation.prompt.kind)
-        self.observed.append(_clamp(torch.tensor(observation.log_probs, dtype=torch.float64)))
-        for name, values in predictions.items():
-            self.predicted.setdefault(name, []).append(_clamp(values))
+        predicted = self.predicted.setdefault(name, [])
+        if len(log_probs) != len(self.observed[len(predicted)]):
+            raise ValueError(f"expected a number for each answered token, got {len(log_probs)}")
+        predicted.append(_clamp(log_probs))
+
+    def unread(self, name: str) -> list[ProbePrompt]:
+        """Return the prompts that a hypothesis has not read."""
+        return self.prompts[len(self.predicted.get(name, [])) :]
+
+    @property
+    def readings(self) -> int:
+        """Return how often a prompt was read under a hypothesis."""
+        return sum(map(len, self.predicted.values()))
 
     @property
     def tokens(self) -> int:
@@ -195,12 +221,14 @@ class Evidence:
         return float(torch.cat(self._residuals(name)).abs().mean())
 
     def closest(self) -> str:
-        """Return the hypothesis closest to the engine."""
-        return min(self.predicted, key=self.distance)
+        """Return the hypothesis closest to the engine, of those that have read all prompts."""
+        names = [name for name in self.predicted if not self.unread(name)]
+        return min(names, key=self.distance)
 
     def compare(self, name: str, closest: str) -> Rival:
-        """Compare a hypothesis with the closest one."""
-        residuals, differences = self._residuals(closest), self._differences(name, closest)
+        """Compare a hypothesis with the closest one, on the prompts that both have read."""
+        differences = self._differences(name, closest)
+        residuals = self._residuals(closest)[: len(differences)]
         ours, theirs = torch.cat(residuals), torch.cat(self._residuals(name))
         scale = max(1.4826 * float(ours.abs().median()), 1e-3)
         margin = (_surprise(theirs, scale) - _surprise(ours, scale)).sum()
@@ -211,18 +239,20 @@ class Evidence:
 
     def separation(self, kind: str, names: Sequence[str], closest: str) -> float:
         """Return how far the least distinct of some hypotheses is, on prompts of one kind."""
-        mine = [i for i, each in enumerate(self.kinds) if each == kind]
-        distances = [
-            float(torch.cat([self._differences(name, closest)[i] for i in mine]).square().mean())
-            for name in names
-        ]
+        mine = [i for i, each in enumerate(self.prompts) if each.kind == kind]
+        distances = []
+        for name in names:
+            by_prompt = self._differences(name, closest)
+            both = [by_prompt[i] for i in mine if i < len(by_prompt)]
+            if both:
+                distances.append(float(torch.cat(both).square().mean()))
         return min(distances, default=0.0)
 
     def _residuals(self, name: str) -> list[torch.Tensor]:
-        return [e - p for e, p in zip(self.observed, self.predicted[name], strict=True)]
+        return [e - p for e, p in zip(self.observed, self.predicted[name], strict=False)]
 
     def _differences(self, name: str, closest: str) -> list[torch.Tensor]:
-        pairs = zip(self.predicted[name], self.predicted[closest], strict=True)
+        pairs = zip(self.predicted[name], self.predicted[closest], strict=False)
         return [theirs - ours for theirs, ours in pairs]
 
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from xml.etree import ElementTree
 
 from rope_patch.methods.base import require_number, require_tokens
-from rope_patch.utils.errors import Refused, text_html
-from rope_patch.verifying.hypotheses import Hypothesis
-from rope_patch.verifying.verdict import CANNOT_TELL, EXIT_CODES, ROTATES_AS_ASKED, Verdict
+from rope_patch.utils.errors import Refused, printable, text_html
+from rope_patch.verifying.hypotheses import AS_ASKED, Hypothesis
+from rope_patch.verifying.verdict import (
+    CANNOT_TELL,
+    EXIT_CODES,
+    ROTATES_AS_ASKED,
+    ROTATES_OTHERWISE,
+    Verdict,
+)
 
 _FEW = 12  # hypotheses that the text lists
 
@@ -26,6 +33,7 @@ class Verification:
         prompts: Prompts, and `tokens` in them that were compared; the longest has `longest`.
         tokens: See `prompts`.
         longest: See `prompts`.
+        readings: Prompts that were read under a hypothesis, counted for each.
         seconds: How long it took.
     """
 
@@ -37,6 +45,7 @@ class Verification:
     prompts: int
     tokens: int
     longest: int
+    readings: int
     seconds: float
 
     @property
@@ -46,7 +55,7 @@ class Verification:
 
     @property
     def exit_code(self) -> int:
-        """Return the command's exit code: 0, 1 or 2, by `status`."""
+        """Return the command's exit code: 0, 1 or 3, by `status`."""
         return EXIT_CODES[self.status]
 
     def __bool__(self) -> bool:
@@ -64,8 +73,39 @@ class Verification:
             "prompts": self.prompts,
             "tokens": self.tokens,
             "longest_prompt": self.longest,
+            "readings": self.readings,
             "seconds": round(self.seconds, 1),
         }
+
+    def to_junit(self) -> str:
+        """Return the verdict as a JUnit XML document of one test case, for build servers.
+
+        Another rotation is a failure, and what cannot be told is an error.
+        """
+        kind = {ROTATES_OTHERWISE: "failure", CANNOT_TELL: "error"}.get(self.status)
+        seconds = f"{self.seconds:.1f}"
+        suite = ElementTree.Element(
+            "testsuite",
+            name="rope-patch verify",
+            tests="1",
+            failures=str(int(kind == "failure")),
+            errors=str(int(kind == "error")),
+            time=seconds,
+        )
+        case = ElementTree.SubElement(
+            suite,
+            "testcase",
+            classname=printable(self.engine),
+            name=printable(f"rotates as asked ({self.asked})"),
+            time=seconds,
+        )
+        if kind is not None:
+            ElementTree.SubElement(
+                case, kind, type=self.status, message=printable(self._headline())
+            )
+        ElementTree.SubElement(case, "system-out").text = printable(self)
+        ElementTree.indent(suite)
+        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
     def _numbers(self, name: str) -> dict[str, Any]:
         rival = self.verdict.rivals[name]
@@ -85,7 +125,7 @@ class Verification:
             )
         lines.append(
             f"  prompts: {self.prompts} of up to {self.longest:,} tokens; {self.tokens:,} tokens "
-            f"compared in {self.seconds:.0f} s"
+            f"compared by {self.readings} readings in {self.seconds:.0f} s"
         )
         rows = sorted(self.hypotheses, key=lambda each: verdict.rivals[each.name].distance)
         lines.append("  nats a token from the engine, if it ...")
@@ -101,7 +141,15 @@ class Verification:
         verdict = self.verdict
         if self.status == CANNOT_TELL:
             return f"cannot tell. {verdict.reason}"
-        says = {each.name: each.says for each in self.hypotheses}
+        says = {
+            each.name: each.says
+            + (
+                f" (here the same: {', '.join(each.aliases)})"
+                if each.aliases and each.name != AS_ASKED
+                else ""
+            )
+            for each in self.hypotheses
+        }
         if self.status == ROTATES_AS_ASKED:
             return says[verdict.explains[0]]
         deviation = "; or it ".join(says[name] for name in verdict.explains)

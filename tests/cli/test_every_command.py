@@ -5,6 +5,7 @@ import logging
 import shutil
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from helpers.commands import run_in_this_process
@@ -192,7 +193,7 @@ def test_verify_prints_json_and_its_exit_code_is_the_verdict(kept, case, code):
     assert found["explains"] == [expected]
     assert found["margin_nats"] > 100
     assert found["noise_floor_nats"] < 1e-3
-    names = {"name", "says", "nats_a_token", "margin_nats", "explains"}
+    names = {"name", "says", "same_as", "nats_a_token", "margin_nats", "explains"}
     assert names == found["hypotheses"][0].keys()
 
 
@@ -207,9 +208,40 @@ def test_text_names_the_rotation_the_margin_and_the_noise_floor(kept):
     assert "noise floor: " in second
 
 
-def test_what_cannot_be_told_exits_with_2():
+@pytest.mark.parametrize(
+    ("engine", "words", "kind"),
+    [
+        (lambda: configured("llama", CONFIGS["as asked"][0]), AGAINST, None),
+        (plain, AGAINST, "failure"),
+        (plain, ("--against", TINY, "--method", "dynamic-yarn", "--tokens", 200), "error"),
+    ],
+)
+def test_verdict_is_written_for_a_build_server(kept, engine, words, kind, tmp_path):
+    file = tmp_path / "verify.xml"
+    with EngineServer(engine(), name="a<b>\x1b").running() as url:
+        result = run_in_this_process("verify", url, *words, "--junit", file)
+    suite = ElementTree.parse(file).getroot()
+    assert (suite.tag, suite.get("tests")) == ("testsuite", "1")
+    assert suite.get("failures") == str(int(kind == "failure"))
+    assert suite.get("errors") == str(int(kind == "error"))
+    (case,) = suite
+    assert case.get("classname").startswith("a<b>")
+    if kind is not None:
+        assert case[0].tag == kind
+        assert case[0].get("message") in result.stdout
+    assert case[-1].text.strip() == result.stdout.strip()
+
+
+def test_verdict_that_cannot_be_written_is_refused_before_the_engine_is_asked(tmp_path):
+    words = ("--against", TINY, "--junit", tmp_path)
+    result = run_in_this_process("verify", "http://127.0.0.1:9", *words)
+    assert result.returncode == 2
+    assert str(tmp_path) in result.stderr
+
+
+def test_what_cannot_be_told_exits_with_3():
     with EngineServer(plain()).running() as url:
         words = ("--against", TINY, "--method", "dynamic-yarn", "--tokens", 200)
         result = run_in_this_process("verify", url, *words)
-    assert result.returncode == 2
+    assert result.returncode == 3
     assert "cannot be told apart" in result.stdout

@@ -48,6 +48,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {**YARN, "original_max_position_embeddings": round(FACTOR * TRAINED)},
         "original-length-lost",
     ),
+    # transformers reads `truncate` from the wrong level where there are several layer types.
+    "ramp between pairs": ({**YARN, "truncate": False}, "truncate"),
 }
 
 
@@ -101,6 +103,46 @@ def short_table(name: str = "llama", wraps: bool = True) -> Any:
     """Return a model whose table of cos and sin ends at the trained length."""
     model = configured(name, YARN)
     model.model.rotary_emb = ShortTable(model.model.rotary_emb, TRAINED, wraps)
+    return model
+
+
+def on_top(name: str, own: Any, factor: float) -> Any:
+    """Return a model whose own YaRN was scaled by another YaRN, pair by pair."""
+    model = configured(name, own)
+    once, plain_ = model.model.rotary_emb, plain(name).model.rotary_emb
+    again = configured(name, {**own, "factor": factor}).model.rotary_emb
+    once.inv_freq = (once.inv_freq.double() * again.inv_freq / plain_.inv_freq).float()
+    once.attention_scaling = once.attention_scaling * again.attention_scaling
+    return model
+
+
+def doubled_positions(name: str = "llama") -> Any:
+    """Return a model that rotates position p as 2 p."""
+    model = configured(name, YARN)
+
+    def double(module: Any, args: Any, kwargs: Any) -> Any:
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": 2 * kwargs["position_ids"]}
+        return (args[0], 2 * args[1], *args[2:]), kwargs
+
+    model.model.rotary_emb.register_forward_pre_hook(double, with_kwargs=True)
+    return model
+
+
+@torch.no_grad()
+def paired_as_neighbours(name: str = "llama") -> Any:
+    """Return a model that rotates neighbours, by reordering the weights of queries and keys."""
+    model = configured(name, YARN)
+    width = model.config.head_dim
+    order = torch.arange(width).view(-1, 2).T.flatten()
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for projection in (attention.q_proj, attention.k_proj):
+            heads = projection.weight.view(-1, width, projection.weight.shape[-1])
+            projection.weight.copy_(heads[:, order].reshape(projection.weight.shape))
+        for norm in (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)):
+            if norm is not None:
+                norm.weight.copy_(norm.weight[order])
     return model
 
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 from helpers import wrong_engines
 from helpers.kept_predictions import verify
-from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, configured, plain
+from helpers.tiny_models import make_other
+from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, TRAINED, YARN, configured, plain
 from transformers import AutoTokenizer
 
 import rope_patch
 
 TINY = ASSETS / "tiny-llama"
+PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.5}
 DROPPED = CONFIGS["attention factor dropped"][0]
 ENGINES = {  # the model, how it is made, and what explains it
     **{
@@ -25,6 +27,8 @@ ENGINES = {  # the model, how it is made, and what explains it
         partial(wrong_engines.short_table, wraps=False),
         "table-clamps",
     ),
+    "doubled positions": ("llama", wrong_engines.doubled_positions, "doubled-positions"),
+    "neighbours are pairs": ("llama", wrong_engines.paired_as_neighbours, "other-pairs"),
     "16 bits": (
         "llama",
         lambda: wrong_engines.cast(configured("llama", DROPPED), torch.float16),
@@ -35,6 +39,11 @@ ENGINES = {  # the model, how it is made, and what explains it
         for name in ("qwen3", "gemma3")
         for case in ("as asked", "attention factor dropped")
     },
+    "qwen3: neighbours are pairs": (
+        "qwen3",
+        partial(wrong_engines.paired_as_neighbours, "qwen3"),
+        "other-pairs",
+    ),
 }
 
 
@@ -79,7 +88,7 @@ def test_noise_is_measured_on_tokens_that_are_possible(tmp_path):
 def test_rotation_that_no_hypothesis_has_is_no_verdict():
     found = verify(configured("llama", {"rope_type": "default", "rope_theta": 2.2e4}))
     assert found.status == "cannot-tell"
-    assert found.exit_code == 2
+    assert found.exit_code == 3
     assert "no hypothesis explains" in str(found)
 
 
@@ -139,6 +148,97 @@ def test_checkpoint_with_a_scaling_of_its_own(tmp_path):
     wrong = verify(configured("llama", DROPPED), tmp_path, **no_request)
     assert wrong.verdict.explains == ("no-attention-factor",)
     assert verify(plain(), tmp_path, **no_request).verdict.explains == ("unscaled",)
+
+
+OWN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}  # cos and sin keep their length
+LONG = [1.0] * 4 + [4.0] * 12  # by pair
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0},
+    **{"short_factor": [1.0] * 16, "long_factor": LONG},
+    "original_max_position_embeddings": TRAINED,
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "engine", "expected"),
+    [
+        (OWN, OWN, "as-asked"),
+        (OWN, YARN, "usual-attention-factor"),
+        (YARN, {**YARN, "factor": 8.0}, "factor-8"),
+        (YARN, {**YARN, "original_max_position_embeddings": 1024}, "original-length-lost"),
+        (YARN, {**YARN, "truncate": False}, "truncate"),
+        (LONGROPE, LONGROPE, "as-asked"),
+        (LONGROPE, {**LONGROPE, "short_factor": LONG}, "fixed-at-target"),
+        (LONGROPE, {**LONGROPE, "long_factor": [1.0] * 16}, "fixed-at-trained"),
+    ],
+)
+def test_scaling_of_a_checkpoint_is_asked_for_where_no_method_is_named(
+    own, engine, expected, tmp_path
+):
+    configured("llama", own).save_pretrained(tmp_path)
+    found = verify(configured("llama", engine), tmp_path, method=None, factor=None)
+    assert found.verdict.explains == (expected,)
+
+
+def test_sliding_layers_under_the_scaling_of_a_checkpoint(tmp_path):
+    configured("gemma3", YARN).save_pretrained(tmp_path)
+    engine = configured("gemma3", YARN, {**YARN, "rope_theta": 1e3})
+    found = verify(engine, tmp_path, method=None, factor=None)
+    assert found.verdict.explains == ("all-layers",)
+
+
+def test_yarn_that_was_trained_in_and_is_scaled_once_more(tmp_path):
+    configured("llama", YARN).save_pretrained(tmp_path)
+    twice = verify(wrong_engines.scaled_twice(), tmp_path, method=None, factor=None)
+    assert twice.verdict.explains == ("scaled-twice",)
+    request = {"factor": 2, "start": "running", "tokens": 512}
+    engine = wrong_engines.on_top("llama", YARN, 2.0)
+    assert verify(engine, tmp_path, **request).verdict.explains == ("scaled-on-top",)
+    right = configured("llama", {**YARN, "factor": 8.0})
+    assert verify(right, tmp_path, **request).verdict.explains == ("as-asked",)
+
+
+def test_factor_that_the_engine_never_reads():
+    found = verify(configured("llama", {**YARN, "factor": 8.0}), factor=2)
+    assert found.verdict.explains == ("factor-8",)
+
+
+def test_original_length_that_the_engine_takes_from_the_longest_position():
+    request = {"trained_length": TRAINED // 2, "factor": 8}
+    found = verify(configured("llama", {**YARN, "factor": 8.0}), **request)
+    assert found.verdict.explains == (f"original-{TRAINED}",)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("StableLm", {}), ("Phi", {}), ("Glm", {})])
+def test_frequencies_over_the_whole_head_of_which_a_part_rotates(kind, changes):
+    def sharp():
+        model = make_other(kind, rope_parameters={**PARTIAL, "rope_theta": 1e4}, **changes)
+        return model
+
+    engine = sharp()
+    config = engine.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotary = engine.model.rotary_emb
+    pairs = torch.arange(rotary.inv_freq.numel())
+    rotary.inv_freq = 1e4 ** (-2 * pairs / head_dim)
+    request = {"method": None, "factor": None, "tokens": 64}
+    assert verify(engine, sharp(), **request).verdict.explains == ("head-width",)
+    assert verify(sharp(), sharp(), **request).verdict.explains == ("as-asked",)
+
+
+def test_hypotheses_that_are_one_rotation_are_named_together():
+    """A linear factor of 4 with doubled positions is a linear factor of 2."""
+    engine = configured("llama", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+    found = verify(engine, method="linear", factor=4)
+    assert found.verdict.explains == ("factor-2",)
+    assert "here the same: doubled-positions" in str(found)
+
+
+def test_hypotheses_that_are_ruled_out_are_read_no_more():
+    """A fourth of the readings of all hypotheses on all prompts: a large model takes minutes."""
+    for case in ("as asked", "factor squared"):
+        found = verify(configured("llama", CONFIGS[case][0]))
+        assert found.readings < len(found.hypotheses) * found.prompts / 3
 
 
 def test_saved_patch_is_what_is_asked_for(tmp_path):
