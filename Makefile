@@ -29,7 +29,8 @@ BIN := $(VENV)/bin
 SOURCES := setup.py README.md $(shell find rope_patch eval recipes \
 	\( -name __pycache__ -o -path eval/results \) -prune -o -print)
 # The groups of tests that a new release of a dependency breaks first.
-GROUPS := $(addprefix tests/,methods patching pretrained inference serving integrations architectures)
+GROUPS := $(addprefix tests/,methods transformers_api patching encodings pretrained inference \
+	diagnosing serving integrations architectures conformance)
 # Those of the extras: evaluation, search, training.
 EXTRAS := $(addprefix tests/,cli/test_cli.py evaluation/test_compare_command.py \
 	evaluation/test_other_models.py pretrained/test_adapters.py \

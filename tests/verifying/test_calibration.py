@@ -102,7 +102,7 @@ RIGHT = {  # the checkpoint's rope_parameters, the request, and the engine's rop
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_no_engine_that_is_right_is_called_wrong(name):
-    """420 verdicts on the three families: seven requests under twenty seeds, by turns of numerics."""
+    """Three families make 420 verdicts: seven requests, twenty seeds, numerics by turns."""
 
     def model(parameters):
         return wrong_engines.plain(name) if parameters is None else configured(name, parameters)
