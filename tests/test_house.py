@@ -42,7 +42,7 @@ BUDGETS = {
     "training": (8_900, 31),
     "transformers_api": (1_150, 8),
     "utils": (1_550, 13),
-    "verifying": (2_450, 9),
+    "verifying": (2_850, 10),
 }
 
 # Folders of peers: a file for each task, engine, method or command.

@@ -228,25 +228,18 @@ class _Run:
 
     def _next(self, verdict: Verdict) -> list[tuple[str, int]]:
         """Return the prompts that tell the remaining hypotheses apart best, twice."""
-        open_names = [
-            name
-            for name in self.evidence.predicted
-            if name != verdict.closest and name not in verdict.ruled_out
-        ]
-        names = open_names or list(self.evidence.predicted)
+        rivals = [name for name in self.evidence.predicted if name != verdict.closest]
+        names = [name for name in rivals if name not in verdict.ruled_out] or rivals
         kinds = self.maker.kinds
         best = max(kinds, key=lambda kind: self.evidence.separation(kind, names, verdict.closest))
         return [(best, self.longest), (best, self.longest)]
 
     def _add(self, prompt: ProbePrompt, left: int, observation: Observation | None = None) -> None:
-        """Ask the engine about a prompt, and read it under the hypotheses that are open.
-
-        `left` prompts follow in this round.
-        """
+        """Ask the engine about a prompt, and read it under the open hypotheses."""
         predictions = {}
         if observation is None and not self.engine.is_slow:
             observation = self.engine.observe(prompt)  # first: a refusal costs no computation
-        self.bar.total = self.bar.n + (left + 1) * len(self.open)
+        self.bar.total = self.bar.n + (left + 1) * len(self.open)  # `left` prompts follow it
         for hypothesis in self.open:
             predictions[hypothesis.name] = self.reference.log_probs(hypothesis, prompt)
             self.bar.update()

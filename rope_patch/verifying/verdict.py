@@ -57,8 +57,12 @@ class Verdict:
 
     @property
     def runner_up(self) -> str | None:
-        """Return the ruled-out hypothesis that is closest to the engine."""
-        return min(self.ruled_out, key=lambda name: self.rivals[name].distance, default=None)
+        """Return the ruled-out hypothesis that is closest to the engine, of those read longest."""
+        return min(
+            self.ruled_out,
+            key=lambda name: (-self.rivals[name].tokens, self.rivals[name].distance),
+            default=None,
+        )
 
     @property
     def is_final(self) -> bool:
@@ -160,6 +164,7 @@ class Rival:
         apart: Root of the mean squared difference of both predictions, in nats.
         place: Where the engine lies on the line from the closest hypothesis (0) to this one (1).
         uncertainty: Standard error of `place`.
+        tokens: Tokens compared: fewer than the closest hypothesis has, if ruled out early.
     """
 
     distance: float
@@ -167,6 +172,7 @@ class Rival:
     apart: float
     place: float
     uncertainty: float
+    tokens: int
 
 
 @dataclass
@@ -235,7 +241,7 @@ class Evidence:
         place, uncertainty = _place(residuals, differences)
         apart = float(torch.cat(differences).square().mean().sqrt())
         distance = float(theirs.abs().mean())
-        return Rival(distance, float(margin), apart, place, uncertainty)
+        return Rival(distance, float(margin), apart, place, uncertainty, len(theirs))
 
     def separation(self, kind: str, names: Sequence[str], closest: str) -> float:
         """Return how far the least distinct of some hypotheses is, on prompts of one kind."""

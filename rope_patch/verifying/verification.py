@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
@@ -112,6 +113,7 @@ class Verification:
         return {
             "nats_a_token": rival.distance,
             "margin_nats": rival.margin,
+            "tokens": rival.tokens,
             "explains": name in self.verdict.explains,
         }
 
@@ -127,29 +129,38 @@ class Verification:
             f"  prompts: {self.prompts} of up to {self.longest:,} tokens; {self.tokens:,} tokens "
             f"compared by {self.readings} readings in {self.seconds:.0f} s"
         )
-        rows = sorted(self.hypotheses, key=lambda each: verdict.rivals[each.name].distance)
-        lines.append("  nats a token from the engine, if it ...")
-        for each in rows[:_FEW]:
-            mark = "→" if each.name in verdict.explains else " "
-            lines.append(f"  {mark} {verdict.rivals[each.name].distance:8.4f}  {each.says}")
-        if len(rows) > _FEW:
-            lines.append(f"    and {len(rows) - _FEW} more, further away")
+        lines += self._table()
         lines += [f"  not tested: {name}: {why}" for name, why in self.untested.items()]
         return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        """Return the hypotheses, nearest first; those that were ruled out early follow."""
+        rivals = self.verdict.rivals
+        rows = sorted(
+            self.hypotheses,
+            key=lambda each: (-rivals[each.name].tokens, rivals[each.name].distance),
+        )
+        lines = []
+        for tokens, group in itertools.groupby(rows[:_FEW], lambda each: rivals[each.name].tokens):
+            where = "from the engine"
+            if tokens < self.tokens:
+                where = f"in the first {tokens:,} tokens, which ruled it out"
+            lines.append(f"  nats a token {where}, if it ...")
+            for each in group:
+                mark = "→" if each.name in self.verdict.explains else " "
+                lines.append(f"  {mark} {rivals[each.name].distance:8.4f}  {each.says}")
+        if len(rows) > _FEW:
+            lines.append(f"    and {len(rows) - _FEW} more, further away")
+        return lines
 
     def _headline(self) -> str:
         verdict = self.verdict
         if self.status == CANNOT_TELL:
             return f"cannot tell. {verdict.reason}"
-        says = {
-            each.name: each.says
-            + (
-                f" (here the same: {', '.join(each.aliases)})"
-                if each.aliases and each.name != AS_ASKED
-                else ""
-            )
-            for each in self.hypotheses
-        }
+        says = {each.name: each.says for each in self.hypotheses}
+        for each in self.hypotheses:
+            if each.aliases and each.name != AS_ASKED:
+                says[each.name] += f" (here the same: {', '.join(each.aliases)})"
         if self.status == ROTATES_AS_ASKED:
             return says[verdict.explains[0]]
         deviation = "; or it ".join(says[name] for name in verdict.explains)

@@ -193,7 +193,7 @@ def test_verify_prints_json_and_its_exit_code_is_the_verdict(kept, case, code):
     assert found["explains"] == [expected]
     assert found["margin_nats"] > 100
     assert found["noise_floor_nats"] < 1e-3
-    names = {"name", "says", "same_as", "nats_a_token", "margin_nats", "explains"}
+    names = {"name", "says", "same_as", "nats_a_token", "margin_nats", "tokens", "explains"}
     assert names == found["hypotheses"][0].keys()
 
 
