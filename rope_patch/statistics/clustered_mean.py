@@ -182,7 +182,7 @@ def _text_sums(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the texts' weighted sums and summed weights, both `[texts]`."""
     groups: Sequence[Hashable] = [None] * len(values) if strata is None else strata
-    if not values or not len(values) == len(clusters) == len(groups):
+    if not 0 < len(values) == len(clusters) == len(groups):
         raise ValueError(
             f"expected values with a text each, got {len(values)} values, {len(clusters)} texts "
             f"and {len(groups)} strata"

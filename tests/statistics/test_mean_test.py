@@ -87,6 +87,12 @@ def test_bounds_are_the_first_means_that_are_not_rejected(texts):
             assert p_of(bound - 1e-6 * out) >= 0.05
 
 
+def test_arrays_are_tested_as_lists_are():
+    values, texts = [1.0, -2.0, 3.0, 4.0, 5.0, 6.0, 7.0], list(range(7))
+    of_arrays = statistics.mean_test(np.array(values), np.array(texts))
+    assert of_arrays == statistics.mean_test(values, texts)
+
+
 def test_single_values_are_scipys_permutation_test():
     values = np.random.default_rng(3).normal(0.5, 1, 11)
     truth = stats.permutation_test(

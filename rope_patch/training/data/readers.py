@@ -8,9 +8,9 @@ document's place in the source, such as a byte offset or a Parquet row group and
 gets a document's cursor starts there, without reading what comes before. A document is parsed and
 tokenised only on demand.
 
-Plain files have readers of their own. `datasets` 5.2 says of a broken line "Expected object or value
-at position 8", without file or line; it reads JSON lines at a seventh of the speed (5.2 s of CPU
-for 300,000 lines, here 0.8 s), and goes on near their end after 0.4 s, here after 0.1 ms.
+Plain files have readers of their own. `datasets` 5.2 says of a broken line "Expected object or
+value at position 8", without file or line; it reads JSON lines at a seventh of the speed (5.2 s of
+CPU for 300,000 lines, here 0.8 s), and goes on near their end after 0.4 s, here after 0.1 ms.
 """
 
 from __future__ import annotations
