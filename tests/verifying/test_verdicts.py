@@ -7,6 +7,7 @@ import torch
 from helpers import wrong_engines
 from helpers.kept_predictions import verify
 from helpers.tiny_models import make_other
+from helpers.vision_models import vision_model
 from helpers.wrong_engines import ASSETS, CONFIGS, FACTOR, TRAINED, YARN, configured, plain
 from transformers import AutoTokenizer
 
@@ -224,6 +225,15 @@ def test_frequencies_over_the_whole_head_of_which_a_part_rotates(kind, changes):
     request = {"method": None, "factor": None, "tokens": 64}
     assert verify(engine, sharp(), **request).verdict.explains == ("head-width",)
     assert verify(sharp(), sharp(), **request).verdict.explains == ("as-asked",)
+
+
+def test_sections_of_mrope_are_said_to_be_untested():
+    """Tokens of text have one position on all axes."""
+    engine, against = vision_model("qwen3_vl"), vision_model("qwen3_vl")
+    rope_patch.patch(engine, "yarn", factor=FACTOR)
+    found = verify(engine, against, tokens=150)
+    assert found.status == "as-asked"
+    assert found.untested.keys() == {"the sections of M-RoPE"}
 
 
 def test_hypotheses_that_are_one_rotation_are_named_together():
