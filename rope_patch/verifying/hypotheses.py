@@ -56,17 +56,15 @@ def make_hypotheses(asked: AskedRotation, longest: int) -> list[Hypothesis]:
     lengths = sorted({1, asked.trained_length, asked.trained_length + 1, asked.target_length})
     hypotheses: list[Hypothesis] = [as_asked]
     rotations = [[as_asked.rotation(n) for n in lengths]]
-    # Frequencies do not say what such a request does, so nothing counts as the same.
-    rivals = slice(1 if _acts_beyond_frequencies(asked) else 0, None)
+    # Frequencies do not say all that maps and temperatures do, so nothing is the same as these.
+    first = 1 if _acts_beyond_frequencies(asked) else 0
     for candidate in candidates:
         own = [candidate.rotation(n) for n in lengths]
         same = (
             index
-            for index, (other, its) in list(enumerate(zip(hypotheses, rotations, strict=True)))[
-                rivals
-            ]
-            if candidate.deviations == other.deviations
-            and all(mine.close_to(theirs) for mine, theirs in zip(own, its, strict=True))
+            for index in range(first, len(hypotheses))
+            if candidate.deviations == hypotheses[index].deviations
+            and all(a.close_to(b) for a, b in zip(own, rotations[index], strict=True))
         )
         if (index := next(same, None)) is None:
             hypotheses.append(candidate)
@@ -270,22 +268,17 @@ def _constants(asked: AskedRotation) -> list[Hypothesis]:
             if factor > 1:
                 says = f"scales as asked, but with factor {factor:g}"
                 add(f"factor-{factor:g}", says, changed("factor", factor))
-        claimed = asked.config.max_position_embeddings
-        lengths = {"original-length-lost": asked.target_length, f"original-{claimed}": claimed}
+        lengths = {"original-length-lost": asked.target_length}
+        if (claimed := getattr(asked.config, "max_position_embeddings", None)) is not None:
+            lengths[f"original-{claimed}"] = claimed
         for name, length in lengths.items():
             says = f"takes {length:,} tokens for the length of pretraining"
             add(name, says, _from_length(asked, length))
     ramp = unwrap(asked.method) if asked.method is not None else asked.yarn(asked.changed[0])
     if isinstance(ramp, NTKByParts):  # keras-hub #2981
-        says = (
-            "keeps the ends of YaRN's ramp" if ramp.truncate else "rounds the ends of YaRN's ramp"
-        )
-        says += " between pairs" if ramp.truncate else " to whole pairs"
-        add(
-            "truncate",
-            f"{says} (truncate={not ramp.truncate})",
-            changed("truncate", not ramp.truncate),
-        )
+        ends = "between pairs" if ramp.truncate else "at whole pairs"
+        says = f"begins and ends YaRN's ramp {ends} (truncate={not ramp.truncate})"
+        add("truncate", says, changed("truncate", not ramp.truncate))
     return hypotheses
 
 
@@ -361,19 +354,20 @@ def _twice(asked: AskedRotation) -> Callable[[int], Rotation]:
 def _layers(asked: AskedRotation) -> list[Hypothesis]:
     parameters = by_layer_type(asked.config.rope_parameters)
     others = [each for each in parameters if each is not None and each not in asked.changed]
-    method = asked.method
     if not others:
         return []
-    says = f"scales the {' and '.join(map(str, others))} layers, too"
-    if method is not None:
-        rotate: Rotate = lambda length: asked.by_method(method, length, asked.geometries)  # noqa: E731
-    elif asked.is_own_scaled:
-        scaling = {k: v for k, v in parameters[asked.changed[0]].items() if k != "rope_theta"}
-        rotation = asked.own_rotation(dict.fromkeys(others, scaling))
-        rotate = lambda length: rotation  # noqa: E731
-    else:
+
+    def all_layers(rotate: Rotate) -> list[Hypothesis]:  # SGLang #30920
+        says = f"scales the {' and '.join(map(str, others))} layers, too"
+        return [Hypothesis("all-layers", says, rotate)]
+
+    if (method := asked.method) is not None:
+        return all_layers(lambda length: asked.by_method(method, length, asked.geometries))
+    if not asked.is_own_scaled:
         return []
-    return [Hypothesis("all-layers", says, rotate)]  # SGLang #30920
+    scaling = {k: v for k, v in parameters[asked.changed[0]].items() if k != "rope_theta"}
+    rotation = asked.own_rotation(dict.fromkeys(others, scaling))
+    return all_layers(lambda length: rotation)
 
 
 def _lengths(asked: AskedRotation, longest: int) -> list[Hypothesis]:
