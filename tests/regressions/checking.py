@@ -152,6 +152,31 @@ DEFECTS = [
         ("tests/verifying/test_verdicts.py::test_rotation_that_no_hypothesis_has_is_no_verdict",),
     ),
     Defect(
+        "a checkpoint's own LongRoPE counts as right by its short factors at any length",
+        "rope_patch/verifying/asked_rotation.py",
+        "return self._own_rotation_at(length) if self._own_follows_length else own",
+        "return own",
+        (
+            "tests/verifying/test_verdicts.py::test_scaling_of_a_checkpoint_is_asked_for_where_no_method_is_named",
+        ),
+    ),
+    Defect(
+        "the constants of a checkpoint's own scaling are no hypotheses",
+        "rope_patch/verifying/hypotheses.py",
+        "            return _if_possible(_own_with, asked, name, value)\n",
+        "            return None\n",
+        (
+            "tests/verifying/test_verdicts.py::test_scaling_of_a_checkpoint_is_asked_for_where_no_method_is_named",
+        ),
+    ),
+    Defect(
+        "what early prompts rule out for one hypothesis stays out when another one is closest",
+        "rope_patch/verifying/pipeline.py",
+        "            behind = [each for each in self.open if self.evidence.unread(each.name)]\n",
+        "            behind = []\n",
+        ("tests/verifying/test_verdicts.py::test_hypothesis_that_comes_back_reads_all_prompts",),
+    ),
+    Defect(
         "the file of a graph that llama.cpp lacks is verified as transformers rotates it",
         "rope_patch/verifying/engine_detection.py",
         "    if what_graph_reads(architecture) is None:\n",

@@ -251,6 +251,14 @@ def test_hypotheses_that_are_ruled_out_are_read_no_more():
         assert found.readings < len(found.hypotheses) * found.prompts / 3
 
 
+def test_hypothesis_that_comes_back_reads_all_prompts():
+    """A dynamic engine is unscaled on the short prompt, the first one, and scales by 2 later."""
+    found = verify(patched("dynamic-yarn"))
+    assert found.verdict.explains == ("factor-2",)
+    assert found.verdict.rivals["factor-2"].tokens == found.tokens
+    assert found.verdict.rivals["linear-4"].tokens < found.tokens
+
+
 def test_saved_patch_is_what_is_asked_for(tmp_path):
     model = plain()
     with rope_patch.patch(model, "ntk", factor=FACTOR):
