@@ -46,7 +46,10 @@ _ALIASES = {
     "bench": {"--methods": "--method"},
     "search": {"--folder": "--out", "--method": "--strategy", "--budget": "--evaluations"},
     "recommend": {"--folder": "--out", "--budget": "--minutes"},
-    "finetune": {"--out": "--output_dir"},  # the recipe's key for it
+    "finetune": {  # the recipe's keys for them
+        "--out": "--output_dir",
+        "--trust-remote-code": "--trust_remote_code",
+    },
 }
 
 _VERBOSITY = {
@@ -174,17 +177,20 @@ def _add(
     name: str | None = None,
     *,
     plugins: bool = False,
+    loads_model: bool = False,
     takes_any: bool = False,
 ) -> None:
-    """Add a command to the app; `plugins` lets it take methods from outside by `--plugin`."""
+    """Add a command to the app; see `for_typer` for `plugins` and `loads_model`."""
     # With `takes_any`, options are passed on: keys of recipes, and those of transformers' server.
     settings = {"allow_extra_args": True, "ignore_unknown_options": True} if takes_any else None
-    app.command(name, cls=Command, context_settings=settings)(for_typer(command, plugins))
+    app.command(name, cls=Command, context_settings=settings)(
+        for_typer(command, plugins, loads_model)
+    )
 
 
 # In the order of the help.
 _add(methods.methods, plugins=True)
-_add(diagnose.diagnose, plugins=True)
+_add(diagnose.diagnose, plugins=True, loads_model=True)
 _add(evaluate.evaluate, "eval", plugins=True)
 _add(compare.compare, plugins=True)
 _add(report.report)
@@ -194,11 +200,11 @@ _add(search.search)
 _add(extend.extend, plugins=True)
 _add(finetune.finetune, takes_any=True)
 _add(recipes.recipes)
-_add(patch.patch, plugins=True)
-_add(export.export, plugins=True)
+_add(patch.patch, plugins=True, loads_model=True)
+_add(export.export, plugins=True, loads_model=True)
 _add(serve.serve, takes_any=True)
 _add(verify.verify, plugins=True)
-_add(bench.bench, plugins=True)
-_add(picture.picture, plugins=True)
+_add(bench.bench, plugins=True, loads_model=True)
+_add(picture.picture, plugins=True, loads_model=True)
 _add(lab.lab)
-_add(env.env)
+_add(env.env, loads_model=True)

@@ -50,6 +50,7 @@ def extend(
     start: options.Start = "auto",
     dtype: options.Dtype = "auto",
     device_map: options.DeviceMap = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     out: Path = option(Path("out/extend"), "A new folder, or the one to continue in."),
     seed: options.Seed = 42,
     as_json: options.Json = False,
@@ -89,6 +90,7 @@ def extend(
             start=start,
             dtype=dtype,
             device_map=device_map,
+            trust_remote_code=trust_remote_code,
             seed=seed,
             command=command_line(),
         )

@@ -26,6 +26,7 @@ import typer
 import yaml
 
 from rope_patch.methods.origin import load_plugin
+from rope_patch.transformers_api.remote_code import OPTION, remote_code
 from rope_patch.utils.errors import describe_error, one_line
 from rope_patch.utils.strict_yaml import read_yaml
 
@@ -99,6 +100,14 @@ DeviceMap = Annotated[
     str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
 ]
 GGUF = Annotated[str | None, typer.Option(help="The GGUF file within the model's folder.")]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Execute Python code that the checkpoint brings, as models of no transformers class "
+        "need. Read it first: it may do anything.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Another seed makes other samples.")]
 StateFolder = Annotated[
     Path, typer.Option(help="Folder for the result, and for the state to continue from.")
@@ -170,6 +179,7 @@ class LoadingOptions(OptionGroup):
     dtype: Dtype = "auto"
     device_map: DeviceMap = None
     gguf_file: GGUF = None
+    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True)
@@ -297,13 +307,18 @@ class TextOptions(OptionGroup):
         }
 
 
-def for_typer(command: Callable[..., None], plugins: bool = False) -> Callable[..., None]:
+def for_typer(
+    command: Callable[..., None], plugins: bool = False, loads_model: bool = False
+) -> Callable[..., None]:
     """Return a command as typer takes it: each parameter that is a group becomes its options.
+
+    `--trust-remote-code`, of the command or added here, holds for all that the command loads.
 
     Args:
         command: A function with options as typer reads them, and groups: parameters annotated with
             a subclass of `OptionGroup`.
         plugins: Whether to add `--plugin`, whose methods are registered before the command runs.
+        loads_model: Whether to add `--trust-remote-code`, which the command itself does not get.
     """
     # Not get_type_hints: Python 3.10's wraps annotations of parameters whose default is None into
     # Optional, below which typer does not look for its options.
@@ -322,14 +337,19 @@ def for_typer(command: Callable[..., None], plugins: bool = False) -> Callable[.
             parameters.append(_parameter(name, kind, parameter.default))
     if plugins:
         parameters.append(_parameter("plugin", Plugin, None))
+    if loads_model:
+        parameters.append(_parameter(OPTION, TrustRemoteCode, False))
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         for source in values.pop("plugin", None) or ():
             load_plugin(source)
+        model = values.get("against", values.get("model"))
+        trusted = values.pop(OPTION) if loads_model else values.get(OPTION, False)
         for name, group in groups.items():
             values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
-        command(**values)
+        with remote_code(model, trusted):
+            command(**values)
 
     # Typer reads both.
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -45,6 +45,7 @@ def patch(
     """
     from rope_patch.pretrained.patched_checkpoint import patch_checkpoint
     from rope_patch.pretrained.saving import OTHER_GROWTH
+    from rope_patch.transformers_api.remote_code import OPTION, trust_argument
 
     if weights not in ("link", "copy"):
         raise ValueError(f"--weights must be link or copy, got {weights!r}")
@@ -64,6 +65,7 @@ def patch(
         print(json.dumps(asdict(checkpoint) | {"folder": str(checkpoint.folder)}, indent=1))
         return
     folder = shlex.quote(str(checkpoint.folder))
+    trusted = trust_argument()[OPTION]  # the folder has the checkpoint's own code, too
     show(checkpoint.summary)
     print(
         f"wrote {folder}: config.json and rope_patch.json; of the checkpoint's files "
@@ -71,8 +73,10 @@ def patch(
     )
     if checkpoint.native:
         print("plain transformers loads it; what other engines need:")
-        print(f"  rope-patch export {folder} --engine vllm")
+        words = f" --{OPTION.replace('_', '-')}" if trusted else ""
+        print(f"  rope-patch export {folder} --engine vllm{words}")
     else:
         growth = OTHER_GROWTH if method == "dynamic" else ""
         print(f"no config of transformers says this{growth}; load the folder with")
-        print(f"  rope_patch.load({str(checkpoint.folder)!r})")
+        words = f", {OPTION}=True" if trusted else ""
+        print(f"  rope_patch.load({str(checkpoint.folder)!r}{words})")

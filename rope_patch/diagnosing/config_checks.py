@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rope_patch.diagnosing.facts import (
@@ -180,8 +181,10 @@ def dynamic_findings(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
 def longrope_findings(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
     """Yield findings about LongRoPE, whose two sets switch with a batch's longest row."""
     short, long = layer.configured(1), layer.configured(math.inf)
-    if short is None or long is None or short.same_as(long):
+    if short is None or long is None or frequency_difference(short, long)[0] == 0:
         return
+    if layer.actual_far is not None and not layer.actual_far.close_to(long):
+        return  # `_formula_mismatch` reports it
     original = layer.geometry.trained_length
     pair, angle = _worst_stale_pair(short, long, original)
     evidence = (
@@ -280,6 +283,7 @@ def scaling_findings(facts: Facts) -> Iterator[Finding]:
             continue
         yield from _misspelt_keys(layer)
         yield from _formula_mismatch(facts, layer)
+        yield from _far_formula_mismatch(layer)
         yield from _ignored_keys(facts, layer)
         if layer.scaling == "dynamic":
             yield from dynamic_findings(facts, layer)
@@ -361,12 +365,38 @@ def _formula_mismatch(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
             {"pairs": len(configured.inv_freq), "changed": count, "ratio": farthest},
         )
         return
-    yield Finding(
+    yield _formula_finding(layer, configured, layer.actual)
+
+
+def _far_formula_mismatch(layer: LayerFacts) -> Iterator[Finding]:
+    """Yield a finding if LongRoPE is not the config's beyond the original length."""
+    configured, short = layer.configured(math.inf), layer.configured(1)
+    if configured is None or layer.actual_far is None or configured.close_to(layer.actual_far):
+        return
+    original = layer.geometry.trained_length
+    found = _formula_finding(layer, configured, layer.actual_far, f" beyond {original:,} tokens")
+    if short and frequency_difference(short, layer.actual_far)[0] == 0:
+        found = replace(
+            found,
+            code="long-factors-unused",
+            evidence=f"it keeps the short factors there: {found.evidence}",
+            fix=f"stay within {original:,} tokens here, or run it where long_factor is read",
+        )
+    yield found
+
+
+def _formula_finding(
+    layer: LayerFacts, configured: Frequencies, actual: Frequencies, where: str = ""
+) -> Finding:
+    """Return the finding that the frequencies of a new module are not the config's."""
+    count, farthest = frequency_difference(configured, actual)
+    return Finding(
         "error",
         "formula",
-        f"transformers computes other frequencies than {layer.scaling!r} as the config has it",
+        f"transformers computes other frequencies than {layer.scaling!r} as the config has it"
+        + where,
         f"{count} of {len(configured.inv_freq)} pairs differ, by up to a factor of {farthest:.6g}; "
-        f"attention factor {layer.actual.attention_factor:.6g} instead of "
+        f"attention factor {actual.attention_factor:.6g} instead of "
         f"{configured.attention_factor:.6g}",
         "",
         layer.layer_type,
@@ -379,7 +409,10 @@ def _ignored_keys(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
     unread = [
         key
         for key, value in layer.parameters.items()
-        if key in _ALL_KEYS - _KEYS_READ.get(layer.scaling, _ALL_KEYS) and value is not None
+        if key in _ALL_KEYS - _KEYS_READ.get(layer.scaling, _ALL_KEYS)
+        and value is not None
+        # Architectures' own files read keys beside a scaling's formula (Phi-3.5-MoE, HunYuan).
+        and (layer.scaling == "default" or key not in layer.own_keys)
     ]
     if layer.scaling == "dynamic" and "original_max_position_embeddings" in unread:
         unread.remove("original_max_position_embeddings")  # reported separately

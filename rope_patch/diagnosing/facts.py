@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
+import re
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rope_patch.diagnosing.subject import Subject
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method, build, registered_methods
-from rope_patch.patching.architecture.rotary_traits import reference_frequencies
-from rope_patch.rope_config import by_layer_type, config_rope_type, read_geometries
+from rope_patch.patching.architecture.rotary_traits import (
+    build_rotary,
+    output_frequencies,
+    reference_frequencies,
+)
+from rope_patch.patching.geometry_selection import FAR
+from rope_patch.rope_config import KNOWN_KEYS, by_layer_type, config_rope_type, read_geometries
 from rope_patch.transformers_api.models import rope_functions
 
 # From worst to mildest: the model silently differs from its config; harmful under the named
@@ -63,6 +72,9 @@ class LayerFacts:
         geometry: The unscaled rotation, at the length before that scaling.
         configured_method: The scaling as one of our methods; None if we have no such method.
         actual: The frequencies that transformers computes; None if no model can be built.
+        own_keys: The keys of `rope_parameters` that the architecture's own files name.
+        actual_far: LongRoPE's frequencies of a text beyond the original length, as the module's
+            forward has them; None for other scalings, or if they cannot be read from cos and sin.
     """
 
     layer_type: str | None
@@ -71,6 +83,8 @@ class LayerFacts:
     geometry: Geometry
     configured_method: Method | None
     actual: Frequencies | None
+    own_keys: frozenset[str] = frozenset()
+    actual_far: Frequencies | None = None
 
     def configured(self, length: float) -> Frequencies | None:
         """Return the configured frequencies for a sequence of `length` tokens."""
@@ -83,6 +97,9 @@ class LayerFacts:
             frequencies = Frequencies(
                 frequencies.inv_freq / float(self.parameters.get("factor") or 1.0)
             )
+        mscale = "long_mscale" if length > self.geometry.trained_length else "short_mscale"
+        if self.scaling == "longrope" and mscale in self.own_keys:  # Phi-3.5-MoE
+            frequencies = replace(frequencies, attention_factor=float(self.parameters[mscale]))
         return frequencies
 
 
@@ -128,9 +145,13 @@ def read_layer_facts(
     geometries = read_geometries(config, trained_length, "unscaled")
     parameters = by_layer_type(config.rope_parameters)
     actual: dict[str | None, Frequencies] = {}
+    actual_far: dict[str | None, Frequencies] = {}
+    own_keys = frozenset().union(*(_keys_named(each.module, config) for each in subject.rotaries))
     for rotary in subject.rotaries:
         try:
             actual |= reference_frequencies(rotary, config)
+            if "longrope" in map(config_rope_type, parameters.values()):
+                actual_far |= output_frequencies(build_rotary(rotary, config), rotary, FAR)
         except (KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(
                 f"{type(rotary.module).__name__} cannot be made from what the config says now "
@@ -148,9 +169,27 @@ def read_layer_facts(
         max_positions = max_positions if isinstance(max_positions, int) else geometry.trained_length
         method = configured_method(parameters[layer_type], geometry, max_positions)
         layers[layer_type] = LayerFacts(
-            layer_type, parameters[layer_type], scaling, geometry, method, layer_actual
+            layer_type,
+            parameters[layer_type],
+            scaling,
+            geometry,
+            method,
+            layer_actual,
+            own_keys,
+            actual_far.get(layer_type),
         )
     return layers, assumed
+
+
+def _keys_named(*objects: Any) -> frozenset[str]:
+    """Return the keys of `rope_parameters` that the files of these objects' classes name."""
+    files = {type(each).__module__ for each in objects}
+    sources = []
+    for name in files & sys.modules.keys():
+        with contextlib.suppress(OSError, TypeError):  # typed into a shell
+            sources.append(inspect.getsource(sys.modules[name]))
+    named = set(re.findall(r"""["'](\w+)["']""", "\n".join(sources)))
+    return frozenset(named & KNOWN_KEYS)
 
 
 def configured_method(parameters: dict[str, Any], geometry: Geometry, full: int) -> Method | None:

@@ -20,6 +20,7 @@ from rope_patch.patching.architecture.attention_source import (
 )
 from rope_patch.patching.architecture.mla_scale import base_softmax_scale
 from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_owner
+from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.method_wrappers import method_origin
 from rope_patch.patching.restoration import lost_patched_buffers, lost_softmax_scales
 from rope_patch.pretrained.adapters import require_same_rotation
@@ -50,6 +51,9 @@ def live_findings(facts: Facts) -> Iterator[Finding]:
 
 def _check_buffers(facts: Facts, rotary: RotaryModule) -> Iterator[Finding]:
     module: Any = rotary.module
+    assert facts.subject.model is not None
+    if not RotaryTraits.of(facts.subject.model, rotary, facts.subject.config).is_buffer_used:
+        return  # what the buffers hold acts on nothing
     for layer_type, prefix in rotary.prefixes.items():
         layer = facts.layers.get(layer_type)
         if layer is None or layer.actual is None:

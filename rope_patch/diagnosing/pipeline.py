@@ -40,8 +40,10 @@ from rope_patch.patching.geometry_selection import (
 )
 from rope_patch.patching.method_wrappers import ContinuedScaling, describe_yarn
 from rope_patch.rope_config import by_layer_type
+from rope_patch.transformers_api.remote_code import takes_remote_code
 
 
+@takes_remote_code
 def diagnose(
     model: Any,
     method: str | Extension = "default",
@@ -52,6 +54,7 @@ def diagnose(
     layer_types: list[str] | None = None,
     start: str = "auto",
     gguf_file: str | None = None,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Diagnosis | EncodingDiagnosis:
     """Check whether transformers runs what a model's config says, and recommend for a length.
@@ -71,6 +74,7 @@ def diagnose(
         layer_types: As in `patch`.
         start: As in `patch`.
         gguf_file: The GGUF file within a folder.
+        trust_remote_code: Whether to execute Python code that the checkpoint brings.
         **options: The method's options.
 
     Returns:

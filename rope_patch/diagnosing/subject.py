@@ -19,6 +19,7 @@ from rope_patch.pretrained.adapters import adapter_base, is_adapter
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.pretrained.saving import ADAPTER_CONFIG
 from rope_patch.pretrained.sidecar import read_sidecar
+from rope_patch.transformers_api.remote_code import code_identity, trust_argument
 from rope_patch.utils.errors import Refused, describe_error, parse_json
 
 
@@ -56,12 +57,19 @@ class Subject:
     display_name: str = "MODEL"
     is_loadable: bool = True
 
+    @property
+    def trust_option(self) -> str:
+        """Return what command lines need if the model's class is the checkpoint's own code."""
+        is_own = self.model is not None and code_identity(self.model)
+        return " --trust-remote-code" if is_own else ""
+
     def patch_call(self, method: str, arguments: str) -> str:
         """Return the line of Python that extends the model."""
         rest = f'"{method}"' + (f", {arguments}" if arguments else "")
         if self.live or not self.path or not self.is_loadable:
             return f"rope_patch.patch(model, {rest})"
         name = self.path if self.adapter else self.display_name
+        rest += ", trust_remote_code=True" if self.trust_option else ""
         return f"model = rope_patch.load({name!r}, {rest})"
 
 
@@ -149,7 +157,10 @@ def _without_weights(full_config: Any, *, path: str, **fields: Any) -> Subject:
             model = empty_model(name, full_config, any_kind=True)
         except ValueError:  # a model that generates speech, for example
             with torch.device("meta"):
-                model, is_loadable = AutoModel.from_config(copy.deepcopy(full_config)), False
+                model, is_loadable = (
+                    AutoModel.from_config(copy.deepcopy(full_config), **trust_argument()),
+                    False,
+                )
         rotaries, problem = _find_rotaries(model)
     except Exception as error:  # an unchecked config can raise anything in a constructor
         problem = describe_error(error)

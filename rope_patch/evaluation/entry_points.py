@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils.errors import Refused, did_you_mean, text_html
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Evaluation:
         return text_html(self.overview)
 
 
+@takes_remote_code
 def evaluate(
     model: str | os.PathLike[str],
     methods: Sequence[str] = ("none",),
@@ -76,7 +78,7 @@ def evaluate(
         out: The folder of the report and of everything measured.
         show: Called with the verdict, the first table and cautions as text, such as `print`.
         **options: Fields of `rope_patch.evaluation.request.EvalRequest`: `factor`, `length`,
-            `lengths`, `tasks`, `samples`, ...
+            `lengths`, `tasks`, `samples`, `trust_remote_code`, ...
 
     Returns:
         What was measured.
@@ -92,6 +94,7 @@ def evaluate(
     return _run(EvalRequest(**_fields(model, methods, out, options)), show)
 
 
+@takes_remote_code
 def compare(
     model: str | os.PathLike[str],
     methods: Sequence[str] | None = None,

@@ -28,6 +28,7 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.tasks import chat_template, short
 from rope_patch.transformers_api.models import attention_implementation
+from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils import atomic_files, provenance
 
 logger = logging.getLogger("rope_patch")
@@ -36,6 +37,7 @@ _SPEED_PROMPT = 2048  # tokens
 _UNLIMITED = 10**9  # tokens: lm-eval's own tasks have no limit here
 
 
+@takes_remote_code
 @silence_length_warnings()  # the report shows what happens beyond a method's length
 def evaluate(request: EvalRequest, show: Callable[[str], object] | None = None) -> RunRecord:
     """Evaluate, and write the report.
@@ -254,6 +256,7 @@ def _run_metadata(session: Session, total: float) -> RunMetadata:
         "peak_memory": provenance.peak_memory(),
         "hardware": provenance.hardware(),
         "weights": session.weights,
+        **session.code,
         "versions": provenance.versions(),
         "git_revision": provenance.git_revision(),
         "command": request.command,

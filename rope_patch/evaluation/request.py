@@ -79,6 +79,7 @@ class EvalRequest:
         dtype: As in transformers; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
         device_map: As in transformers; "auto" where there is a GPU.
         gguf_file: The GGUF file within the model's folder.
+        trust_remote_code: Whether to execute Python code that the checkpoint brings.
         quantization: What the weights are quantised to before anything is measured: a type of
             GGUF (`Q8_0`, `Q5_1`, `Q5_0`, `Q4_1`, `Q4_0`) or of bitsandbytes (`int8`, `nf4`).
         seed: The seed of the samples.
@@ -119,6 +120,7 @@ class EvalRequest:
     dtype: str = "auto"
     device_map: str | None = None
     gguf_file: str | None = None
+    trust_remote_code: bool = False
     quantization: str | None = None
     seed: int = 42
     folder: Path = Path("out")

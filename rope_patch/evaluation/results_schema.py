@@ -283,6 +283,7 @@ class LaterRunKeys(TypedDict, total=False):
         stored_seconds: Seconds by part, as they are stored with answers and passes: without
             loading and building, and equal whether the run was continued or not.
         quantization: What the weights were quantised to after loading; None without.
+        code: The digest of the Python code that came with the checkpoint; missing without any.
     """
 
     failed: list[str]
@@ -292,6 +293,7 @@ class LaterRunKeys(TypedDict, total=False):
     untimed_answers: int
     stored_seconds: Mapping[str, float]
     quantization: str | None
+    code: str
 
 
 class RunMetadata(LaterRunKeys):

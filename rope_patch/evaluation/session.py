@@ -38,6 +38,7 @@ from rope_patch.runs.journal import JournalFile, check_lines
 from rope_patch.runs.run_folder import RunFolder
 from rope_patch.tasks import chat_template
 from rope_patch.transformers_api.models import attention_implementation
+from rope_patch.transformers_api.remote_code import CodeIdentity, code_identity
 from rope_patch.utils import checksums, provenance
 from rope_patch.utils.atomic_files import NotWritten
 from rope_patch.utils.errors import describe_error
@@ -79,6 +80,7 @@ class Session:
         model: The model; None until `load`.
         weights: The fingerprint of the weights, as they are after `quantization`.
         quantization: What the weights were quantised to; None if they are the checkpoint's.
+        code: The digest of the code that came with the checkpoint (`code_identity`), if any did.
         run_folder: The folder of stored answers and pieces.
         geometries: By layer type.
         trained_length: Tokens.
@@ -113,6 +115,7 @@ class Session:
         self.geometries, self.trained_length = model_lengths(
             path, config, request.trained_length, request.start
         )
+        self.code: CodeIdentity = {}
         self.methods: dict[str, MethodRecord] = {}
         self.seconds: dict[str, float] = {}
         self.stored_seconds: dict[str, float] = {}
@@ -137,6 +140,7 @@ class Session:
         quantize(self.model, self.quantization)
         RowsGuard.install(self.model)
         self.weights = provenance.fingerprint(self.model)
+        self.code = code_identity(self.model)
         cache, config = request.folder / _CACHE, provenance.config_fingerprint(self.model.config)
         self._other_config = self.processes.run_on_main(
             lambda: find_other_config(cache, self.weights, config)
@@ -266,6 +270,7 @@ class Session:
             "versions": self._versions,
             # Only where there is one, so that earlier runs' answers keep their keys.
             **({"quantization": self.quantization} if self.quantization else {}),
+            **self.code,
             **({"config": self._other_config} if self._other_config else {}),
         }
 

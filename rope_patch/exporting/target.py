@@ -25,7 +25,8 @@ from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.mla_scale import SoftmaxScaled, find_mla_attentions
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.patching.architecture.rotary_traits import RotaryTraits
+from rope_patch.patching.architecture.rotary_traits import RotaryTraits, reference_frequencies
+from rope_patch.patching.geometry_selection import FAR
 from rope_patch.patching.method_wrappers import describe_yarn, unwrap
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained.loading import empty_model
@@ -261,6 +262,11 @@ class Target:
                 or (parameters.get("short_factor") or parameters.get("long_factor"))
                 != parameters.get("long_factor")
                 for parameters in all_parameters.values()
+            )
+            or any(  # another attention factor for long texts (Phi-3.5-MoE)
+                not own.close_to(frequencies[layer_type])
+                for rotary in modules
+                for layer_type, own in reference_frequencies(rotary, text_config, FAR).items()
             ),
             is_mla=is_mla,
             traits=rotaries[0],

@@ -14,6 +14,7 @@ files differ, and docs/generate/transformers4_fields.py runs them:
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from rope_patch.exporting.engine_fields import require_fields_are_read
@@ -24,6 +25,7 @@ from rope_patch.exporting.target import (
     Target,
     original_length_for_factor,
 )
+from rope_patch.patching.architecture.rotary_traits import reference_frequencies
 from rope_patch.rope_config import config_rope_type
 
 NAME, NAME_V4 = "transformers", "transformers4"
@@ -55,7 +57,28 @@ def export(target: Target) -> Export:
         for layer_type, rotation in target.rotations.items()
     }
     fields = {"max_position_embeddings": _positions(target), **target.fields(all_parameters)}
+    _require_fields_act(target, fields)
     return Export(engine=NAME, config=target.nest_fields(fields), notes=_dynamic_notes(target))
+
+
+def _require_fields_act(target: Target, fields: dict[str, Any]) -> None:
+    """Raise if a rotary module of the checkpoint's own code does not rotate by the fields."""
+    rotary = target.traits.rotary
+    if type(rotary.module).__module__.startswith("transformers."):
+        return
+    config = copy.deepcopy(target.text)
+    for name, value in fields.items():
+        setattr(config, name, copy.deepcopy(value))
+    for layer_type, plain in reference_frequencies(rotary, config).items():
+        ours = target.rotations[layer_type].frequencies
+        if target.method is not None and layer_type in target.geometries:
+            ours = target.method.frequencies_at(target.geometries[layer_type], 1)
+        if not ours.close_to(plain):
+            raise target.refuse(
+                NAME,
+                f"{type(rotary.module).__name__}, which is no class of transformers, does not "
+                f"rotate by what its config says; {_SIDECAR_ADVICE.removesuffix(', or use yarn')}",
+            )
 
 
 def _rope_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:

@@ -26,6 +26,7 @@ def extend(
     start: str = "auto",
     dtype: str = "auto",
     device_map: str | None = None,
+    trust_remote_code: bool = False,
     seed: int = 42,
     command: str = "",
 ) -> Extended:
@@ -47,6 +48,7 @@ def extend(
         start: Where the config scales already: see `rope_patch.patch`.
         dtype: The dtype to measure in; "auto" is float32 on a CPU.
         device_map: As in transformers.
+        trust_remote_code: Whether to execute Python code that the checkpoint brings.
         seed: Seed of samples, search and training.
         command: The command line to record.
 
@@ -76,6 +78,7 @@ def extend(
         start=start,
         dtype=dtype,
         device_map=device_map,
+        trust_remote_code=trust_remote_code,
         seed=seed,
         command=command,
     )

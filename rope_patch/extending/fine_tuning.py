@@ -35,7 +35,10 @@ _MAX_STEPS = 400  # YaRN's, arXiv:2309.00071, section 4
 _TIMED_STEPS = 3  # steps of the trial that is timed, the first of which is slow
 # Share of the time for steps; loading, checkpoints and slow steps take the rest.
 _TRAINING_SHARE = 0.85
-_OWN_KEYS = ("model", "length", "factor", "output_dir", "resume", "seed", "data", "tokens")
+_OWN_KEYS = (
+    *("model", "length", "factor", "output_dir", "resume", "seed", "data", "tokens"),
+    "trust_remote_code",
+)
 # In the order of preference: the first that fits into memory is taken.
 _MODES: dict[str, dict[str, Any]] = {
     "all weights": {},
@@ -203,6 +206,8 @@ def _settings(
     }
     if candidate.options and "method" not in request.recipe:
         keys["options"] = json.dumps(candidate.options)
+    if request.trust_remote_code:
+        keys["trust_remote_code"] = True
     if request.trained_length is not None:
         keys["trained_length"] = request.trained_length
     keys |= {**request.recipe, **changes}

@@ -34,6 +34,7 @@ from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.recommending import recommend
 from rope_patch.recommending.budget import BudgetTooSmall
 from rope_patch.recommending.result import JSON_FILE, MARKDOWN_FILE
+from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, one_line
 from rope_patch.utils.processes import Processes, free_memory
@@ -55,6 +56,7 @@ _WEIGHTS = {DIAGNOSE: 0.02, RECOMMEND: 0.5, COMPARE: 0.45, PUBLISH: 0.03}
 _TRAINING_WEIGHTS = {DIAGNOSE: 0.02, RECOMMEND: 0.2, TRAIN: 0.53, COMPARE: 0.22, PUBLISH: 0.03}
 
 
+@takes_remote_code
 def run(request: ExtendRequest) -> Extended:
     """Extend a checkpoint; see `rope_patch.extend`.
 
@@ -214,6 +216,7 @@ class _Extension:
                 folder=self.work.path / RECOMMEND,
                 dtype=request.dtype,
                 device_map=request.device_map,
+                trust_remote_code=request.trust_remote_code,
                 command=request.command,
             )
         except BudgetTooSmall as error:

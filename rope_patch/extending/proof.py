@@ -92,6 +92,7 @@ def base_request(
         arguments={candidate.method: candidate.options for candidate in candidates},
         dtype=request.dtype,
         device_map=request.device_map,
+        trust_remote_code=request.trust_remote_code,
         seed=request.seed + 1,
         folder=folder,
         command=request.command,

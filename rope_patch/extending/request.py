@@ -40,6 +40,7 @@ class ExtendRequest:
         start: Where the config scales already: see `patch`.
         dtype: As in `recommend`.
         device_map: As in `recommend`.
+        trust_remote_code: As in `recommend`.
         seed: Seed of samples, search and training.
         command: The command line, to record.
     """
@@ -58,6 +59,7 @@ class ExtendRequest:
     start: str = "auto"
     dtype: str = "auto"
     device_map: str | None = None
+    trust_remote_code: bool = False
     seed: int = 42
     command: str = ""
 
@@ -75,6 +77,8 @@ class ExtendRequest:
             for each in fields(self)
             if each.name not in _NOT_COMPARED
         }
+        if not self.trust_remote_code:  # so that runs of earlier releases go on
+            del values["trust_remote_code"]
         path = Path(demo.resolve_model_path(self.model))
         values["model"] = self.model if not path.is_dir() else str(path.resolve())
         values["checkpoint"] = _checkpoint_digest(path)

@@ -26,6 +26,8 @@ from rope_patch.rope_config import (
 )
 from rope_patch.utils.errors import Refused
 
+FAR = 2**24  # tokens: beyond every original length
+
 
 def select_layer_types(
     geometries: dict[str | None, Geometry], layer_types: Sequence[str] | None, config: Any
@@ -69,7 +71,8 @@ def base_geometries(
     geometries = select_layer_types(
         read_geometries(config, trained_length, start), layer_types, config
     )
-    unpatched = [reference_frequencies(rotary, config) for rotary in rotaries]
+    # The base is the rotation of long texts, whose attention factor can be another (Phi-3.5-MoE).
+    unpatched = [reference_frequencies(rotary, config, FAR) for rotary in rotaries]
     known = {layer_type for frequencies in unpatched for layer_type in frequencies}
     return {
         layer_type: resolve_base(geometry, unpatched, config, start)

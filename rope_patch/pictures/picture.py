@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rope_patch.pictures.renderer import Picture
+from rope_patch.transformers_api.remote_code import remote_code
 from rope_patch.utils.errors import Refused, did_you_mean
 
 _COUNTS = ("length", "trained", "width", "heads", "position")
@@ -123,11 +124,12 @@ def get_picture(name: str) -> PictureKind:
     return PICTURES[name]
 
 
-def make_picture(name: str, **given: Any) -> Picture:
+def make_picture(name: str, *, trust_remote_code: bool = False, **given: Any) -> Picture:
     """Return the numbers of a picture.
 
     Args:
         name: One of `PICTURES`.
+        trust_remote_code: Whether to execute Python code that the model's checkpoint brings.
         **given: Fields of `PictureOptions` that the picture takes.
 
     Raises:
@@ -140,4 +142,5 @@ def make_picture(name: str, **given: Any) -> Picture:
         if key not in kind.options:
             takes = ", ".join(kind.options)
             raise Refused(f"{key} must be left out: the picture {name!r} takes {takes}")
-    return kind.draw(options)
+    with remote_code(options.model, trust_remote_code):
+        return kind.draw(options)

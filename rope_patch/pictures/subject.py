@@ -21,6 +21,7 @@ from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.geometry_selection import base_geometries
 from rope_patch.pretrained.demo import resolve_model_path
 from rope_patch.pretrained.loading import empty_model, read_config
+from rope_patch.transformers_api.remote_code import trust_argument
 from rope_patch.utils.errors import Refused, describe_error
 
 _NO_WEIGHTS = "the model has no weights (device 'meta'): expected a loaded one"
@@ -77,7 +78,8 @@ def read_sites(model: Any) -> list[Site]:
     names = getattr(config, "architectures", None) or []
     kind: Any = getattr(transformers, str(next(iter(names), "")), transformers.AutoModel)
     try:
-        live = kind.from_pretrained(path)
+        own = kind is transformers.AutoModel  # alone takes code of the checkpoint's own
+        live = kind.from_pretrained(path, **(trust_argument() if own else {}))
     except (OSError, ValueError, RuntimeError) as error:
         raise Refused(f"cannot load {path}: {describe_error(error)}") from error
     return find_sites(live)

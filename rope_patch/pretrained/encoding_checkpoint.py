@@ -25,7 +25,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from rope_patch.encodings.active import current
@@ -38,6 +37,7 @@ from rope_patch.encodings.sites.table import TABLE_KINDS
 from rope_patch.entry_points import patch
 from rope_patch.extension import Extension
 from rope_patch.patching.handle import Patch
+from rope_patch.transformers_api.remote_code import config_from_fields
 from rope_patch.utils.errors import Refused, parse_json
 from rope_patch.utils.installation import version
 
@@ -173,7 +173,7 @@ def _loads_natively(folder: Path, handle: EncodingPatch) -> bool:
     if not facts.stated and len(facts.tables) < len(facts.sites):
         return False
     model = handle.model
-    config = small_config(AutoConfig.from_pretrained(folder))  # of one layer
+    config = small_config(type(model.config).from_pretrained(folder))  # of one layer
     with _quiet_transformers(), torch.random.fork_rng(devices=[]):
         plain: Any = type(model).from_pretrained(
             folder, config=config, dtype=model.dtype, ignore_mismatched_sizes=True
@@ -301,7 +301,7 @@ def unencoded_config(folder: str | os.PathLike[str], sidecar: dict[str, Any]) ->
     """Return the config of an encoded model's folder from before it was encoded."""
     fields = parse_json((Path(folder) / "config.json").read_text())
     fields.get("text_config", fields).update(sidecar["original"])
-    return AutoConfig.for_model(**fields)
+    return config_from_fields(folder, fields)
 
 
 def restore_encoded(

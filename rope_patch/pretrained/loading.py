@@ -63,6 +63,14 @@ from rope_patch.transformers_api.models import (
     image_text_model_classes,
     text_model_classes,
 )
+from rope_patch.transformers_api.remote_code import (
+    code_refusal,
+    config_from_fields,
+    own_auto_class,
+    require_current_code,
+    takes_remote_code,
+    trust_argument,
+)
 from rope_patch.utils.errors import (
     Refused,
     describe_error,
@@ -82,13 +90,21 @@ _HUB_ARGUMENTS = (
     "revision",
     "subfolder",
     "token",
-    "trust_remote_code",
 )
 _UNKNOWN_CLASS = "Unrecognized configuration class"
-_FILE_ERRORS = (OSError, ValueError, SafetensorError, LookupError, AttributeError, ArithmeticError)
+_FILE_ERRORS = (
+    OSError,
+    ValueError,
+    SafetensorError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    ImportError,
+)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+@takes_remote_code
 def load(
     path: str | os.PathLike[str],
     method: str | Extension | None = None,
@@ -102,6 +118,7 @@ def load(
     device_map: Any = None,
     dtype: Any = "auto",
     gguf_file: str | None = None,
+    trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Load a pretrained model and patch it.
@@ -126,6 +143,7 @@ def load(
         device_map: As in transformers: "auto" spreads over GPUs, memory and disk (accelerate).
         dtype: As in transformers; "auto" is the checkpoint's dtype.
         gguf_file: The GGUF file within `path`, which is expanded to plain weights.
+        trust_remote_code: Whether to execute Python code that the checkpoint brings.
         **kwargs: The method's options, and other arguments of `from_pretrained` (`max_memory`,
             `revision`, `attn_implementation`, ...). With an adapter they are for the base, except
             `adapter_name`, `is_trainable` and `autocast_adapter_dtype`.
@@ -239,8 +257,8 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     require_model_folder(path, kwargs.get("gguf_file"))
     try:
         kwargs.pop("max_memory", None)
-        config = AutoConfig.from_pretrained(path, **kwargs)
-    except OSError as error:
+        config = AutoConfig.from_pretrained(path, **kwargs, **trust_argument())
+    except (OSError, ImportError) as error:
         raise loading_error(path, error) from error
     except RecursionError as error:
         cause = ValueError("the lists or objects in its config are nested too deep")
@@ -268,7 +286,7 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         raise loading_error(path, error) from error
     text = config.get_text_config(decoder=True)
     if (gguf_file := kwargs.get("gguf_file")) is not None:
-        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS[:-1] if name in kwargs}
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         apply_gguf_rotation(config, fetched_file(str(path), gguf_file, **hub))
     elif field := recorded_field(Path(path), vars(text)):
         setattr(text, FIELD, field)
@@ -318,10 +336,12 @@ def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None
     require_model_folder(path, gguf_file)
     extra = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
-        return AutoTokenizer.from_pretrained(path, **extra)
+        return AutoTokenizer.from_pretrained(path, **extra, **trust_argument())
     except MemoryError:
         raise
     except Exception as error:  # tokenizers' parsers raise errors of any type
+        if (refusal := code_refusal(path, error)) is not None:
+            raise refusal from error
         if gguf_file is None and not has_tokenizer(path):
             raise Refused(
                 f"cannot load the tokenizer of {path}: the folder has none; save the model's there "
@@ -346,7 +366,7 @@ def empty_model(path: str | os.PathLike[str], config: Any, *, any_kind: bool = F
     try:
         with torch.device("meta"):
             kind = auto_class(config, any_kind=any_kind)
-            return kind.from_config(copy.deepcopy(config))
+            model = kind.from_config(copy.deepcopy(config), **trust_argument())
     except ValueError as error:
         if _UNKNOWN_CLASS in str(error):
             raise no_decoder_error(path, config) from error
@@ -358,8 +378,10 @@ def empty_model(path: str | os.PathLike[str], config: Any, *, any_kind: bool = F
             f"cannot load {path}: its config names the scaling {error.args[0]!r}, which plain "
             "transformers does not know; call rope_patch.register_rope_types() first"
         ) from error
-    except (TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
+    except (TypeError, AttributeError, RuntimeError, ArithmeticError, ImportError) as error:
         raise loading_error(path, _explain_config_error(config, error)) from error
+    require_current_code(path, model)
+    return model
 
 
 def _explain_config_error(config: Any, error: Exception) -> Exception:
@@ -406,7 +428,9 @@ def read_model(path: str | os.PathLike[str], *, any_kind: bool = False, **kwargs
         kwargs["config"] = config
     try:
         loaded: Any = auto_class(config, any_kind=any_kind).from_pretrained(
-            path, **{**kwargs, **dense_options(gguf_file)}, output_loading_info=True
+            path,
+            **{**kwargs, **dense_options(gguf_file), **trust_argument()},
+            output_loading_info=True,
         )
         model, report = loaded
     except Exception as error:
@@ -430,6 +454,7 @@ def read_model(path: str | os.PathLike[str], *, any_kind: bool = False, **kwargs
             f"({', '.join(missing[:2])}{', ...' if len(missing) > 2 else ''}), which would be "
             "random; download it again, or mend its config"
         )
+    require_current_code(path, model)
     if gguf_file is not None:
         unmark_quantized(model)
     return model.eval()
@@ -460,7 +485,7 @@ def _changed_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> A
     try:
         fields = parse_json((folder / "config.json").read_text())
         change(fields.get("text_config", fields))  # before: not all releases read every scaling
-        return AutoConfig.for_model(**fields)
+        return config_from_fields(folder, fields)
     except Refused:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -486,6 +511,8 @@ MAX_LENGTH = 400  # characters of another library's error
 
 def loading_error(path: str | os.PathLike[str], error: Exception, what: str = "") -> ValueError:
     """Return the error for a checkpoint that another library could not read."""
+    if (refusal := code_refusal(path, error)) is not None:
+        return refusal
     is_readable = isinstance(error, ValueError | OSError | SafetensorError)  # written for readers
     message = (one_line(str(error), MAX_LENGTH) if is_readable else "") or describe_error(
         error, MAX_LENGTH
@@ -510,6 +537,7 @@ def no_decoder_error(path: str | os.PathLike[str], config: Any) -> ValueError:
     )
 
 
+_GENERATING = (AutoModelForCausalLM, AutoModelForImageTextToText)
 # Classes besides those that generate text from a text alone.
 _OTHERS = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForMaskedLM, AutoModel)
 
@@ -527,6 +555,9 @@ def auto_class(config: Any, *, any_kind: bool = False) -> Any:
             `architectures` names such a model.
     """
     kind: Any = type(config)
+    own = {auto.__name__: auto for auto in (*_GENERATING, *(_OTHERS if any_kind else ()))}
+    if (name := own_auto_class(config, tuple(own))) is not None:
+        return own[name]
     if any_kind and (architectures := getattr(config, "architectures", None)):
         for auto in _OTHERS:
             if _class_name(auto, kind) == architectures[0]:

@@ -23,6 +23,7 @@ from rope_patch.pretrained.loading import (
 )
 from rope_patch.pretrained.saving import raise_tokenizer_length, record_patch
 from rope_patch.pretrained.sidecar import SIDECAR, read_sidecar
+from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, describe_error
 from rope_patch.utils.terminal import progress_bar
@@ -56,6 +57,7 @@ class PatchedCheckpoint:
     copied: list[str]
 
 
+@takes_remote_code
 def patch_checkpoint(
     model: str | os.PathLike[str],
     folder: str | os.PathLike[str],
@@ -67,6 +69,7 @@ def patch_checkpoint(
     layer_types: list[str] | None = None,
     start: str = "auto",
     copy: bool = False,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> PatchedCheckpoint:
     """Write a checkpoint with a patch in its config, as `save` does, without reading the weights.
@@ -87,6 +90,7 @@ def patch_checkpoint(
         layer_types: See `patch`.
         start: See `patch`.
         copy: Copy all files instead of linking them.
+        trust_remote_code: Whether to execute Python code that the checkpoint brings.
         **options: The method's options.
 
     Returns:
@@ -129,12 +133,10 @@ def patch_checkpoint(
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
             staging = Path(temporary) / target.name
             staging.mkdir()
-            if rewrites:
-                empty.save_pretrained(staging)
-                files = [f for f in files if not (staging / f.relative_to(source)).exists()]
+            (empty if rewrites else empty.config).save_pretrained(staging)
+            # A link must not be written into: the config's own code is saved with it.
+            files = [f for f in files if not (staging / f.relative_to(source)).exists()]
             linked, copied = _take_files(files, source, staging, copy)
-            if not rewrites:
-                empty.config.save_pretrained(staging)
             native, problem = record_patch(staging, empty, handle)
             raise_tokenizer_length(staging, handle)
             if target.exists():

@@ -27,6 +27,7 @@ from rope_patch.patching.method_wrappers import unwrap
 from rope_patch.pretrained.encoding_checkpoint import TABLES, record_encoding, write_encoded
 from rope_patch.pretrained.sidecar import SIDECAR, make_sidecar, patch_field, trained_part
 from rope_patch.pretrained.transformers_registry import to_native_rope_parameters
+from rope_patch.transformers_api.remote_code import code_identity
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, describe_error, parse_json
 from rope_patch.utils.installation import version
@@ -224,12 +225,19 @@ def raise_tokenizer_length(folder: Path, handle: Patch | EncodingPatch) -> None:
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def _saved_config(folder: Path, model: nn.Module) -> Any:
+    """Return a saved folder's config; by its class, where its code came with the checkpoint."""
+    # `AutoConfig` would execute the code that was saved, which the live model has executed.
+    live: Any = model.config
+    return (type(live) if code_identity(model) else AutoConfig).from_pretrained(folder)
+
+
 def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
     """Return whether transformers, from the folder alone, rotates as the patched model does."""
     if not (handle.method.is_native and unwrap(handle.method).is_native):
         return False
     try:
-        config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+        config = _saved_config(folder, model).get_text_config(decoder=True)
         for rotary in find_rotaries(model):
             for layer_type, plain in reference_frequencies(rotary, config).items():
                 if layer_type not in handle.geometries:
@@ -251,7 +259,7 @@ def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
 def _loading_problem(folder: Path, model: nn.Module) -> str | None:
     """Return why the installed transformers cannot load a folder by itself, or None if it can."""
     try:
-        config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+        config = _saved_config(folder, model).get_text_config(decoder=True)
         for rotary in find_rotaries(model):
             reference_frequencies(rotary, config)
     except (*_CONFIG_ERRORS, OSError, StrictDataclassError) as error:

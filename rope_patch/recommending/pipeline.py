@@ -21,6 +21,7 @@ from rope_patch.recommending.sample_sets import BLOCK_SIZE, SampleBlocks
 from rope_patch.searching.fitness import make_space
 from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.model import dependency_versions, eval_mode, open_model, run_identity
+from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils import atomic_files
 from rope_patch.utils.processes import Processes
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_SAMPLES = 96  # samples of each kind, if the budget allows as many
 
 
+@takes_remote_code
 def recommend(
     model: Any,
     tokenizer: Any = None,
@@ -52,6 +54,7 @@ def recommend(
     dtype: Any = None,
     device_map: Any = None,
     gguf_file: str | None = None,
+    trust_remote_code: bool = False,
     command: str | None = None,
 ) -> Recommendation:
     """Measure methods on this checkpoint and recommend one for a length, with the evidence.
@@ -86,6 +89,7 @@ def recommend(
         dtype: The dtype to load a named model in.
         device_map: As in transformers, for a named model.
         gguf_file: The GGUF file within the model's folder.
+        trust_remote_code: Whether to execute Python code that the checkpoint brings.
         command: The command line to record in the result.
 
     Returns:

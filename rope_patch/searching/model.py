@@ -11,6 +11,7 @@ from typing import Any
 
 from rope_patch.searching.candidates import SearchSpace
 from rope_patch.transformers_api.models import attention_implementation
+from rope_patch.transformers_api.remote_code import code_identity
 from rope_patch.utils import provenance
 from rope_patch.utils.checksums import digest
 from rope_patch.utils.installation import version
@@ -96,6 +97,7 @@ def run_identity(model: Any, space: SearchSpace) -> dict[str, Any]:
     base = json.dumps(geometry.inv_freq().tolist()).encode()
     return {
         "weights": provenance.fingerprint(model),
+        **code_identity(model),
         "config": provenance.config_fingerprint(model.config),
         "dtype": str(model.dtype),
         "device": model.device.type,

@@ -36,11 +36,13 @@ from rope_patch.searching.sample_sets import (
 )
 from rope_patch.searching.search_result import SearchResult
 from rope_patch.searching.strategies.registry import STRATEGIES, Strategy
+from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import did_you_mean
 from rope_patch.utils.processes import Processes
 
 
+@takes_remote_code
 def search(
     model: Any,
     tokenizer: Any = None,
@@ -65,6 +67,7 @@ def search(
     dtype: Any = None,
     device_map: Any = None,
     gguf_file: str | None = None,
+    trust_remote_code: bool = False,
     command: str | None = None,
     **options: Any,
 ) -> SearchResult:
@@ -101,6 +104,7 @@ def search(
         dtype: The dtype to load a named model in.
         device_map: As in transformers, for a named model.
         gguf_file: The GGUF file within the model's folder.
+        trust_remote_code: Whether to execute Python code that the checkpoint brings.
         command: The command line to record in the result.
         **options: The strategy's own options.
 

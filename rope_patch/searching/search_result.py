@@ -17,6 +17,7 @@ from rope_patch.inference.samples import Sample
 from rope_patch.methods.base import NO_ROTATION
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.fitness import Evaluation
+from rope_patch.transformers_api.remote_code import config_from_fields
 from rope_patch.utils import atomic_files
 from rope_patch.utils.checksums import json_digest, json_safe, require_digest
 from rope_patch.utils.errors import Refused, parse_json, text_html
@@ -495,11 +496,8 @@ def base_config(result: SearchResult) -> Any:
     Raises:
         ValueError: transformers does not know the model type.
     """
-    from transformers import AutoConfig
-
-    fields = copy.deepcopy(result.config)
     try:
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+        return config_from_fields(result.model, copy.deepcopy(result.config))
     except KeyError as error:
         raise Refused(f"the config of {result.model} names no model_type") from error
 

@@ -68,7 +68,13 @@ def patched_manager(manager_class: Any) -> Any:
                 "quantization_config": self.get_quantization_config(),
             }
             given = {name: value for name, value in settings.items() if value is not None}
-            model = load(str(folder), device_map=self.device, dtype=self.dtype, **given)
+            model = load(
+                str(folder),
+                device_map=self.device,
+                dtype=self.dtype,
+                trust_remote_code=self.trust_remote_code,
+                **given,
+            )
             if self.batches_continuously:
                 require_batching(model)
             return model

@@ -119,6 +119,7 @@ def build(
     chat: bool = False,
     text: str | Sequence[str] | None = None,
     pretrained: str | None = None,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Build the samples of one task and length, as lm-eval's `custom_dataset`.
@@ -141,6 +142,8 @@ def build(
             `--apply_chat_template`), whose tokens then count towards the length.
         text: Names or files that filler is taken from; all that come with the package if None.
         pretrained: The model's name, which lm-eval passes along.
+        trust_remote_code: Whether to execute Python code that the tokenizer brings, as lm-eval
+            passes it along.
         **options: Further metadata, for the task.
 
     Returns:
@@ -158,7 +161,9 @@ def build(
     if tokenizer is None or isinstance(tokenizer, str):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer or pretrained)
+        tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer or pretrained, trust_remote_code=trust_remote_code
+        )
     if not depths:
         raise ValueError("depths must have at least one depth in percent, got none")
     if wrong := [depth for depth in depths if not 0 <= depth <= 100]:

@@ -23,6 +23,7 @@ from rope_patch.training.data.arguments import ineffective_keys
 from rope_patch.training.data.documents import compressor
 from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.settings import Settings
+from rope_patch.transformers_api.remote_code import code_identity
 from rope_patch.utils import checksums
 from rope_patch.utils.provenance import versions
 
@@ -66,6 +67,7 @@ _DEFAULTS_OF_NEW_KEYS = {
     "distillation_weight": 0.0,
     "distillation_temperature": 1.0,
     "carry_optimizer": False,
+    "trust_remote_code": False,
 }
 _ROTATION = (
     "model", "method", "options", "factor", "length", "trained_length", "layer_types", "start",
@@ -95,6 +97,7 @@ def identity_of(
     """
     identity = {
         "model": {_NAME_KEY: settings.extension.model, "weights": prepared.weights},
+        **code_identity(prepared.model),
         **_outside_frequencies(prepared.handle),
         "tokenizer": _tokenizer_fingerprint(prepared.tokenizer),
         **recipe_identity(settings, loop=loop, precision=precision, rows=rows, steps=steps),

@@ -35,6 +35,9 @@ class ExtensionArguments:
     """Recipe keys for the model, its extension, and the trained weights."""
 
     model: str = field(default="", metadata={"help": "A folder, a name on the Hub, or demo."})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Execute Python code that the model's folder brings."}
+    )
     method: str = field(
         default="", metadata={"help": "How to extend it: a name of `rope-patch methods`, or none."}
     )
@@ -184,6 +187,16 @@ class Settings:
     objective: ObjectiveArguments = field(default_factory=ObjectiveArguments)
     stages: tuple[Settings, ...] = ()
     stage: Stage | None = None
+
+    @property
+    def model(self) -> str:
+        """Return the model's folder or name."""
+        return self.extension.model
+
+    @property
+    def trust_remote_code(self) -> bool:
+        """Return whether code that the model brings may be executed."""
+        return self.extension.trust_remote_code
 
     @property
     def method_options(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from rope_patch.training.monitor import needles_of
 from rope_patch.training.optimizer import decayed_names, keep_settings, require_undecayed_embeddings
 from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
 from rope_patch.training.settings import Settings, parse_settings
+from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.transformers_api.training import require_overridable
 from rope_patch.utils import atomic_files
 
@@ -211,6 +212,7 @@ class _TrainerHooks(TrainerCallback):
         self.trainer.run.progress.pause()
 
 
+@takes_remote_code
 def finetune(settings: Settings) -> Path | None:
     """Run a recipe.
 

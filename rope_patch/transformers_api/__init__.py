@@ -11,6 +11,7 @@ each, whose text says which releases have which form. The rest of the package im
 - `generation`: the steps of `generate`, continuous batching, `transformers serve`.
 - `chat_templates`: their clock.
 - `models`: the installed release and the newest tested one, registries, and parts of models.
+- `remote_code`: code that a checkpoint brings: the permission to execute it, and its digest.
 - `training`: what the Trainer calls.
 
 What is looked for and not there is refused by name, together with the installed release; nothing

@@ -14,6 +14,7 @@ import torch
 
 from rope_patch.extension import Extension
 from rope_patch.patching.length_warning import silence_length_warnings
+from rope_patch.transformers_api.remote_code import remote_code
 from rope_patch.utils.terminal import progress_bar
 from rope_patch.verifying.asked_rotation import AskedRotation
 from rope_patch.verifying.clients import CannotReach, CannotVerify, Engine, Observation
@@ -49,6 +50,7 @@ def verify(
     dtype: Any = "auto",
     device_map: Any = None,
     gguf_file: str | None = None,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Verification:
     """Find out whether a running engine rotates as asked, from its log-probabilities.
@@ -78,6 +80,8 @@ def verify(
         dtype: Of the reference, as in transformers. float32 is best, whatever the engine has.
         device_map: As in transformers.
         gguf_file: The GGUF file within `against`.
+        trust_remote_code: Whether to execute Python code that `against` brings, or a folder that is
+            verified.
         **options: The method's options.
 
     Returns:
@@ -106,7 +110,7 @@ def verify(
             "method='yarn', or leave them out to ask for the checkpoint's own rotation"
         )
     loading = {"dtype": dtype, "device_map": device_map}
-    with _without_log_of_patches():
+    with _without_log_of_patches(), remote_code(against, trust_remote_code):
         client = open_engine(model_or_url, engine, served_model, seconds, **loading)
         with open_subject(
             against, extension, model_or_url, gguf_file=gguf_file, **loading

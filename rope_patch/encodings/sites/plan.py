@@ -28,6 +28,7 @@ from rope_patch.encodings.sites.slopes import SlopesSite
 from rope_patch.encodings.sites.table import LearnedTableSite, SinusoidalTableSite, TableSite
 from rope_patch.extension import Extension, resolve_factor_and_length
 from rope_patch.methods.base import require_tokens
+from rope_patch.patching.architecture.rotary_modules import unreached_rotation
 from rope_patch.utils.errors import Refused, did_you_mean
 
 if TYPE_CHECKING:
@@ -160,6 +161,9 @@ def make_encoding_plan(model: nn.Module, extension: Extension) -> EncodingPlan:
     inner = text_model(outer)
     sites = find_sites(inner)
     if not sites:
+        text_config = type(inner.config.get_text_config(decoder=True))
+        if (reason := unreached_rotation(inner, text_config)) is not None:
+            raise Refused(reason)
         raise Refused(
             f"{type(inner).__name__} is not extended: a small copy of it showed no rotation, no "
             "table of positions, no slopes and no buckets. What tells order by recurrence or by "

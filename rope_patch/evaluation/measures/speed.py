@@ -42,6 +42,12 @@ from rope_patch.pretrained.loading import (
 )
 from rope_patch.rope_config import read_geometries
 from rope_patch.transformers_api.forwards import cache_arguments
+from rope_patch.transformers_api.remote_code import (
+    CodeIdentity,
+    code_identity,
+    takes_remote_code,
+    trust_argument,
+)
 from rope_patch.utils import provenance
 from rope_patch.utils.terminal import align, progress_bar
 
@@ -67,6 +73,7 @@ class SpeedRequest:
         dtype: As in transformers; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
         compiled: Whether to count what torch.compile makes of a decoding step, too.
         random_weights: Draw the weights, so that a config is enough; times are the same.
+        trust_remote_code: Whether to execute Python code that the checkpoint brings.
     """
 
     model: str
@@ -79,8 +86,10 @@ class SpeedRequest:
     dtype: str = "auto"
     compiled: bool = False
     random_weights: bool = False
+    trust_remote_code: bool = False
 
 
+@takes_remote_code
 @torch.no_grad()
 def bench_methods(request: SpeedRequest) -> SpeedRecord:
     """Measure prompts, decoding, growth and memory of all methods side by side.
@@ -122,6 +131,7 @@ def bench_methods(request: SpeedRequest) -> SpeedRecord:
         "compiled": request.compiled,
         "random_weights": request.random_weights,
         "architecture": type(model).__name__,
+        **code_identity(model),
         "layers": text.num_hidden_layers,
         "device": str(model.device),
         "threads": torch.get_num_threads(),
@@ -185,7 +195,7 @@ def _load_model(request: SpeedRequest, path: str, config: Any) -> Any:
         return read_model(path, dtype=dtype).to(device)
     with torch.device(device):
         dtype = config.dtype if dtype == "auto" else dtype
-        model: Any = auto_class(config).from_config(config, dtype=dtype)
+        model: Any = auto_class(config).from_config(config, dtype=dtype, **trust_argument())
         return model.eval()
 
 
@@ -541,7 +551,7 @@ class SpeedRow(TimingRecord, OptionalSpeedKeys):
     memory: MemoryRecord
 
 
-class SpeedRecord(TypedDict):
+class SpeedRecord(CodeIdentity):
     """The results of `bench`: the request as it was met, and a row for each method.
 
     Attributes:

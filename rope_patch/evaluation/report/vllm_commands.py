@@ -121,6 +121,7 @@ def _method_commands(
             "dtype": request.dtype,
             "max_model_len": run["length"],
             "hf_overrides": overrides,
+            **({"trust_remote_code": True} if request.trust_remote_code else {}),
         }
         words = ["lm_eval", "--model", engine, "--model_args", json.dumps(arguments)]
         words += ["--include_path", str(run["include"])]

@@ -225,6 +225,7 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
         "Rotation": _rotation_text(run.get("geometry") or {}),
         "Numbers": run.get("dtype"),
         "Weights quantised to": run.get("quantization"),
+        "Code of the checkpoint": run.get("code"),
         "Attention kernel": run.get("attention"),
         "Device": run.get("device"),
         "Hardware": _hardware_text(run.get("hardware")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ logger = logging.getLogger("rope_patch")
 CANNOT_FOLLOW_YET = (
     "cannot be followed in a cache yet: use a method whose frequencies stay, such as yarn"
 )
+
+_COS_OR_SIN = re.compile(r"(?:^|_)(?:cos|sin)(?:_|$)")
 
 # What the forward of a decoder must be given, so that the length of each row can be followed.
 DECODER_ARGUMENTS = (TOKENS, POSITIONS, MASK, CACHE)
@@ -58,6 +61,8 @@ def find_rotaries(model: nn.Module) -> list[RotaryModule]:
         and (prefixes := _prefixes(module))
     ]
     if not rotaries:
+        if (reason := unreached_rotation(model, text_config)) is not None:
+            raise Refused(reason)
         others = {type(m).__name__ for m in model.modules() if "Rotary" in type(m).__name__}
         raise Refused(
             f"no rotary embedding found in {type(model).__name__} that its text config describes: "
@@ -70,6 +75,49 @@ def find_rotaries(model: nn.Module) -> list[RotaryModule]:
             "anything: there is no rotation to extend"
         )
     return rotaries
+
+
+def unreached_rotation(model: nn.Module, text_config: type) -> str | None:
+    """Return why the rotary modules within a text decoder cannot be extended; None without any.
+
+    They are of another shape than transformers 5's, as code that checkpoints bring often is.
+
+    Args:
+        model: The model.
+        text_config: The class of the text decoder's config.
+    """
+    decoders = [m for m in model.modules() if isinstance(getattr(m, "config", None), text_config)]
+    inner = {id(module) for decoder in decoders for module in decoder.modules()}
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if id(module) in inner
+        and "rotary" in type(module).__name__.lower()
+        and _tables(module) is not None
+    ]
+    if not found:
+        return None
+    name, module = found[0]
+    tables = _tables(module)
+    return (
+        f"{type(model).__name__} is not extended: it rotates by {type(module).__name__}, in "
+        + (f"each of {len(found)} modules, such as {name}" if len(found) > 1 else name)
+        + (
+            f", which caches tables of its own ({', '.join(tables)}) that no method reaches"
+            if tables
+            else ", which keeps its frequencies in a way that no method reaches"
+        )
+        + ". Leave trust_remote_code off if transformers has this architecture itself; or change "
+        "the model's code: one module of the decoder, with config, inv_freq and "
+        "attention_scaling, that computes cos and sin from position_ids, as LlamaRotaryEmbedding"
+    )
+
+
+def _tables(module: nn.Module) -> list[str] | None:
+    """Return the names of a module's tables, or of what makes them; None if nothing rotates."""
+    made, making = ({*vars(module), *module._buffers}, vars(type(module)))
+    tables = sorted(filter(_COS_OR_SIN.search, made)) or sorted(filter(_COS_OR_SIN.search, making))
+    return tables if tables or "inv_freq" in made else None
 
 
 def find_owner(model: nn.Module, rotary: RotaryModule) -> nn.Module:

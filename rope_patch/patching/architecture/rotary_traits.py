@@ -74,7 +74,7 @@ class RotaryTraits:
             ValueError: The class cannot be built from the config.
         """
         probe = make_probe(rotary, config)
-        frequencies = probe_frequencies(probe, rotary)
+        frequencies = reference_frequencies(rotary, config)
         reader, decoder = find_reader(model, rotary), find_decoder(model, rotary)
         owner = find_owner(model, rotary)
         return cls(rotary, config, owner, reader, decoder, probe, frequencies)
@@ -188,31 +188,13 @@ class RotaryTraits:
         return all(torch.equal(a, b) for a, b in zip(together, expected, strict=True))
 
     @cached_property
-    @torch_defaults()
     def is_buffer_used(self) -> bool:
-        """Return whether changing `inv_freq` changes the module's output, or that is unknown.
-
-        If not, the forward computes frequencies of its own.
-        """
-        halved = {
-            layer_type: Frequencies(frequencies.inv_freq / 2, 2.0 * frequencies.attention_factor)
-            for layer_type, frequencies in self.frequencies.items()
-        }
-        x, positions = torch.zeros(1, 2, 4), torch.tensor([[3, 5]])
-        plain, changed = (
-            probe_outputs(probe, self.rotary, x, positions)
-            for probe in (self.probe, self.probe_with(halved))
-        )
-        if not plain or not changed:
-            return True
-        return not any(torch.equal(a, b) for a, b in zip(plain, changed, strict=True))
+        """Return whether changing `inv_freq` changes the module's output; see `is_buffer_used`."""
+        return is_buffer_used(self.probe, self.rotary, self.frequencies)
 
     def probe_with(self, frequencies: dict[str | None, Frequencies]) -> Any:
         """Return a copy of the probe with other frequencies, for some or all layer types."""
-        probe = copy.deepcopy(self.probe, {id(self.config): self.config})
-        rotary = RotaryModule(probe, self.rotary.prefixes)
-        set_frequencies(rotary, self.frequencies, frequencies, UndoLog())
-        return probe
+        return _probe_with(self.probe, self.rotary, self.frequencies, frequencies)
 
     @cached_property
     @torch_defaults()
@@ -280,17 +262,90 @@ def build_rotary(rotary: RotaryModule, config: Any) -> Any:
         ) from error
 
 
-def reference_frequencies(rotary: RotaryModule, config: Any) -> dict[str | None, Frequencies]:
+def reference_frequencies(
+    rotary: RotaryModule, config: Any, length: int = 1
+) -> dict[str | None, Frequencies]:
     """Return the frequencies that transformers computes from a config, whatever the live ones are.
 
     Args:
         rotary: The module whose class to use.
         config: The text config to read.
+        length: The text's tokens, for a class that computes its rotation anew in every forward;
+            for all others these are the frequencies that a new module has.
 
     Raises:
         ValueError: The class cannot be built from the config.
     """
-    return probe_frequencies(make_probe(rotary, config), rotary)
+    probe = make_probe(rotary, config)
+    frequencies = probe_frequencies(probe, rotary)
+    if is_buffer_used(probe, rotary, frequencies):
+        return frequencies
+    return output_frequencies(build_rotary(rotary, config), rotary, length) or frequencies
+
+
+@torch_defaults()
+def output_frequencies(
+    module: Any, rotary: RotaryModule, length: int
+) -> dict[str | None, Frequencies]:
+    """Return the frequencies that a module's cos and sin have in a text of `length` tokens.
+
+    Args:
+        module: A new module of the class.
+        rotary: The module whose class it is of.
+        length: The text's tokens.
+
+    Returns:
+        The frequencies by layer type; none where cos and sin are not of pairs half a head apart.
+    """
+    x, positions = torch.zeros(1, 3, 4), torch.tensor([[0, 1, max(length - 1, 1)]])
+    frequencies = {}
+    for layer_type in rotary.prefixes:
+        try:
+            cos, sin = as_tuple(call_rotary(module, x, positions, layer_type))
+            cos, sin = cos[0].double(), sin[0].double()
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
+            return {}  # another signature, or complex numbers
+        pairs = cos.shape[-1] // 2
+        if cos.ndim != 2 or not torch.equal(cos[:, :pairs], cos[:, pairs:]):
+            return {}
+        # A pair turns by less than half a circle from one token to the next: no angle wraps.
+        inv_freq = torch.atan2(sin[1, :pairs], cos[1, :pairs])
+        frequencies[layer_type] = Frequencies(inv_freq, float(cos[0, 0]))
+    return frequencies
+
+
+@torch_defaults()
+def is_buffer_used(
+    probe: Any, rotary: RotaryModule, frequencies: dict[str | None, Frequencies]
+) -> bool:
+    """Return whether changing `inv_freq` changes a probe's output, or that is unknown.
+
+    If not, the forward computes frequencies of its own.
+    """
+    halved = {
+        layer_type: Frequencies(own.inv_freq / 2, 2.0 * own.attention_factor)
+        for layer_type, own in frequencies.items()
+    }
+    x, positions = torch.zeros(1, 2, 4), torch.tensor([[3, 5]])
+    plain, changed = (
+        probe_outputs(each, rotary, x, positions)
+        for each in (probe, _probe_with(probe, rotary, frequencies, halved))
+    )
+    if not plain or not changed:
+        return True
+    return not any(torch.equal(a, b) for a, b in zip(plain, changed, strict=True))
+
+
+def _probe_with(
+    probe: Any,
+    rotary: RotaryModule,
+    before: dict[str | None, Frequencies],
+    after: dict[str | None, Frequencies],
+) -> Any:
+    """Return a copy of a probe with other frequencies, for some or all layer types."""
+    changed = copy.deepcopy(probe, {id(probe.config): probe.config})
+    set_frequencies(RotaryModule(changed, rotary.prefixes), before, after, UndoLog())
+    return changed
 
 
 @torch_defaults()

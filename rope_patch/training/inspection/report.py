@@ -30,6 +30,7 @@ from rope_patch.training.data.readers import Cursor, DocumentRef
 from rope_patch.training.inspection.survey import SourceSurvey, read_sources, source_names
 from rope_patch.training.memory import plan
 from rope_patch.training.settings import Settings
+from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils import atomic_files
 from rope_patch.utils.figures import (
     PAPER,
@@ -94,6 +95,7 @@ class Inspection:
         return marks
 
 
+@takes_remote_code
 def inspect_recipe(
     settings: Settings,
     *,

@@ -49,6 +49,7 @@ from rope_patch.training.memory.recipe_setup import (
 )
 from rope_patch.training.recipe_files import find_launch
 from rope_patch.training.settings import parse_settings
+from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils.errors import Refused
 
 __all__ = [
@@ -187,6 +188,7 @@ def to_dict(settings: Any, environment: Mapping[str, str] | None = None) -> dict
     }
 
 
+@takes_remote_code
 def format_plan(
     settings: Any, as_json: bool = False, environment: Mapping[str, str] | None = None
 ) -> str:

@@ -20,7 +20,7 @@ from helpers.tiny_models import (
     step_by_step,
     tokens,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PhimoeConfig, PhimoeForCausalLM
 from transformers.models.llama import modeling_llama
 
 import rope_patch
@@ -410,3 +410,79 @@ def test_dropped_scaling(tmp_path):
     assert "KeyError: 'hybrid'" in notes[0].evidence
     with pytest.raises(KeyError, match="hybrid"):
         AutoModelForCausalLM.from_config(config)
+
+
+def phi_moe(long_factor, short_mscale=1.1, long_mscale=1.243163121016122):
+    """Return a small Phi-3.5-MoE, whose config must have both mscales."""
+    return PhimoeForCausalLM(
+        PhimoeConfig(
+            **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64},
+            **{"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},
+            num_local_experts=2,
+            max_position_embeddings=TARGET,
+            rope_parameters={
+                **LONGROPE,
+                "long_factor": long_factor,
+                "short_mscale": short_mscale,
+                "long_mscale": long_mscale,
+            },
+        )
+    )
+
+
+def cos_and_sin(model, length):
+    """Return what a model's rotary module computes at positions 0 and 1 of a text, doubled."""
+    positions = torch.tensor([[0, 1, length - 1]])
+    cos, sin = model.model.rotary_emb(torch.zeros(1), positions)
+    return cos[0, :2, :8].double(), sin[0, :2, :8].double()
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["model", "config"])
+def test_mscales_of_phi_moe_are_read_and_are_its_attention_factor(live):
+    model = phi_moe(LONGROPE["short_factor"])  # transformers never takes another set
+    diagnosis = rope_patch.diagnose(model if live else model.config)
+    assert diagnosis.healthy, str(diagnosis)
+    assert "unread-keys" not in [finding.code for finding in diagnosis.findings]
+    factor = float(cos_and_sin(model, TARGET)[0][0, 0])
+    assert factor == pytest.approx(1.243163121016122)
+    assert diagnosis.rotations[None].attention_factor == pytest.approx(factor)
+    assert float(cos_and_sin(model, TRAINED)[0][0, 0]) == pytest.approx(1.1)
+
+
+def test_long_factors_that_phi_moe_never_takes():
+    model = phi_moe(LONG_FACTOR)
+    cos, sin = cos_and_sin(model, TARGET)
+    inv_freq = torch.atan2(sin[1], cos[1])
+    if not torch.allclose(inv_freq, INV_FREQ / torch.tensor(SHORT_FACTOR), rtol=1e-5):
+        pytest.skip("this release takes them")
+    finding = find(model, "long-factors-unused")
+    ratios = inv_freq * torch.tensor(LONG_FACTOR) / INV_FREQ
+    ratios = torch.maximum(ratios, 1 / ratios)
+    assert finding.numbers == {
+        "pairs": 8,
+        "changed": int((ratios > 1 + 1e-5).sum()),
+        "ratio": pytest.approx(float(ratios.max()), rel=1e-5),
+    }
+    assert "cached-keys-left-behind" not in str(rope_patch.diagnose(model).to_dict())
+
+
+def test_exports_of_phi_moe_have_its_own_attention_factor():
+    mscale = 1.243163121016122
+    model = phi_moe(LONGROPE["short_factor"], mscale, mscale)
+    for engine in ("vllm", "sglang"):
+        fields = rope_patch.export(model, engine).config["rope_parameters"]
+        assert fields["short_mscale"] == fields["long_mscale"] == pytest.approx(mscale)
+    with pytest.raises(rope_patch.Refused, match="follows the length"):
+        rope_patch.export(phi_moe(LONGROPE["short_factor"]), "vllm")  # one factor for all lengths
+
+
+def test_a_key_that_an_architecture_reads_beside_the_formula_is_no_finding():
+    rope = {**DYNAMIC, "alpha": 100.0}
+    unread = {
+        kind: "unread-keys" in [f.code for f in rope_patch.diagnose(config).findings]
+        for kind, config in {
+            "hunyuan": tiny_config("hunyuan_v1_dense", rope_parameters=dict(rope)),
+            "llama": make_config("llama", rope_parameters=dict(rope)),
+        }.items()
+    }
+    assert unread == {"hunyuan": False, "llama": True}
