@@ -1,10 +1,10 @@
 """Write rope_patch/exporting/engine_fields.json: what engines' model files read of a rotation.
 
-`python docs/generate/engine_fields.py vllm=FOLDER sglang=FOLDER mlx=FOLDER`, each the folder that
-holds the engine's unpacked wheel (`pip download --no-deps`). Engines are not imported: their files
-are parsed, and the arguments of each call that builds a rotation are traced back to the config
-through assignments, attributes, constructors and functions. An argument that cannot be traced
-counts as one that does not come from the config.
+`python docs/generate/engine_fields.py vllm=FOLDER sglang=FOLDER mlx=FOLDER mlx-vlm=FOLDER`, each
+the folder that holds the engine's unpacked wheel (`pip download --no-deps`). Engines are not
+imported: their files are parsed, and the arguments of each call that builds a rotation are traced
+back to the config through assignments, attributes, constructors and functions. An argument that
+cannot be traced counts as one that does not come from the config.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,6 +43,7 @@ class Engine:
             and for theta; None for an argument that they do not have.
         theta_names: Attributes of a config that hold the theta which the export writes.
         runs_transformers: Whether an architecture without a model file runs in transformers' model.
+        heirs_of: A class; what inherits it builds a rotation, too, by the same arguments.
     """
 
     distribution: str
@@ -50,6 +51,7 @@ class Engine:
     builders: dict[str, tuple[int | None, int | None]]
     theta_names: tuple[str, ...] = ()
     runs_transformers: bool = False
+    heirs_of: str | None = None
 
 
 ENGINES = {
@@ -71,15 +73,36 @@ ENGINES = {
         {"initialize_rope": (3, 1), "RoPE": (None, 2)},
         ("rope_theta",),
     ),
+    "mlx-vlm": Engine(
+        "mlx_vlm",
+        ("mlx_vlm.models",),
+        {
+            "initialize_rope": (3, 1),
+            "RoPE": (None, 2),
+            "MRoPERotaryEmbedding": (None, 2),
+            "DeepseekV4RoPE": (2, 1),
+        },
+        ("rope_theta", "compress_rope_theta"),
+        heirs_of="MRoPERotaryEmbedding",
+    ),
 }
 KINDS = ("scaling", "theta", "transformers")
-# Read in the files: Gemma 3's full attention takes transformers' own functions in SGLang.
-_BY_HAND = {"sglang": dict.fromkeys(("gemma3", "gemma3_text", "shieldgemma2"), "scaling")}
+# Read in the files, where no tracing arrives: in SGLang, Gemma 3's full attention takes
+# transformers' own functions, a text-only Qwen3.5 the attention of qwen3_5.py, and GLM-5 that of
+# deepseek_v2.py. mlx-lm and mlx-vlm build Phi-3's rotation by a class of its own, and the windows
+# of Gemma 3 by a theta of their own, as DeepSeek-V4's. MiMo has remote code.
+_GEMMA3 = ("gemma3", "gemma3_text", "shieldgemma2")
+_QWEN3_5 = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+_BY_HAND = {
+    "sglang": dict.fromkeys((*_GEMMA3, *_QWEN3_5, "glm_moe_dsa"), "scaling"),
+    "mlx": dict.fromkeys(("gemma3", "gemma3_text", "phi3", "mimo"), "scaling"),
+    "mlx-vlm": dict.fromkeys(("gemma3", "gemma3_text", "phi3", "mimo", "deepseek_v4"), "scaling"),
+}
 _SCALING_ARGUMENTS = ("rope_scaling", "rope_parameters", "scaling_config")
 _THETA_ARGUMENTS = ("base", "rope_theta")
 _OTHER_MODALITIES = re.compile(r"(?i:vision|visual|audio|image|projector|resampler)|V[iI][tT]")
 # Where the classes that build rotations are defined.
-_LIBRARIES = ("mlx_lm.models.rope_utils",)
+_LIBRARIES = ("mlx_lm.models.rope_utils", "mlx_vlm.models.rope_utils")
 
 
 @dataclass(frozen=True)
@@ -99,7 +122,10 @@ class Package:
         self.tree, self.names = cache(self._tree), cache(self._names)
         (metadata,) = root.glob(f"{self.engine.distribution}-*.dist-info")
         self.version = metadata.name.removesuffix(".dist-info").rpartition("-")[2]
-        self.entries = getattr(self, f"_{name}_entries")()
+        self.entries = getattr(self, f"_{name.replace('-', '_')}_entries")()
+        self.builders = dict(self.engine.builders)
+        if (base := self.engine.heirs_of) is not None:
+            self.builders |= dict.fromkeys(self._heirs_of(base), self.builders[base])
 
     def _tree(self, module: str) -> ast.Module | None:
         """Return the parsed file of a module among the model files; None for any other."""
@@ -170,16 +196,35 @@ class Package:
 
     def _mlx_entries(self) -> dict[str, tuple[str, str]]:
         """Return module and class of every model type: each file's `Model`, and renamed ones."""
+        return self._with_renamed(path.stem for path in self._model_files("*.py"))
+
+    def _mlx_vlm_entries(self) -> dict[str, tuple[str, str]]:
+        """Return module and class of every model type: each folder's `Model`, and renamed ones."""
+        return self._with_renamed(path.parent.name for path in self._model_files("*/__init__.py"))
+
+    def _model_files(self, pattern: str) -> Iterator[Path]:
         (package,) = self.engine.packages
-        files = (self.root / package.replace(".", "/")).glob("*.py")
-        entries = {path.stem: (f"{package}.{path.stem}", "Model") for path in files}
-        utils = ast.parse((self.root / "mlx_lm" / "utils.py").read_text(encoding="utf-8"))
+        return (self.root / package.replace(".", "/")).glob(pattern)
+
+    def _with_renamed(self, model_types: Iterable[str]) -> dict[str, tuple[str, str]]:
+        (package,) = self.engine.packages
+        entries = {name: (f"{package}.{name}", "Model") for name in model_types}
+        utils = self.root / package.partition(".")[0] / "utils.py"
         (renamed,) = (
             ast.literal_eval(node.value)
-            for node in utils.body
-            if isinstance(node, ast.Assign) and node.targets[0].id == "MODEL_REMAPPING"
+            for node in ast.parse(utils.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.Assign)
+            and getattr(node.targets[0], "id", None) == "MODEL_REMAPPING"
         )
         return entries | {old: entries[new] for old, new in renamed.items() if new in entries}
+
+    def _heirs_of(self, name: str) -> Iterator[str]:
+        """Yield the classes of model files that inherit a class directly."""
+        for path in self._model_files("*/*.py"):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                bases = node.bases if isinstance(node, ast.ClassDef) else ()
+                if any(getattr(base, "id", None) == name for base in bases):
+                    yield node.name
 
     def reachable(self, file: str, name: str) -> dict[tuple[str, str], ast.AST]:
         """Return all classes and functions that a class leads to by name."""
@@ -211,7 +256,7 @@ class Reading:
         # A class that is picked by a variable is not reached by name: take the whole file.
         for other, node in package.names(file).items():
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and any(
-                isinstance(call, ast.Call) and _called(call) in package.engine.builders
+                isinstance(call, ast.Call) and _called(call) in package.builders
                 for call in ast.walk(node)
             ):
                 self.reached |= package.reachable(file, other)
@@ -226,10 +271,23 @@ class Reading:
                     if isinstance(call, ast.Call):
                         yield Place(file, owner, function), call
 
+    def names_rope_parameters(self) -> bool:
+        """Return whether the text model's files name transformers 5's `rope_parameters`."""
+        texts = (
+            node
+            for node in self.reached.values()
+            if not _OTHER_MODALITIES.search(getattr(node, "name", ""))
+        )
+        return any(
+            "rope_parameters" in (getattr(each, "id", None), getattr(each, "attr", None))
+            for node in texts
+            for each in ast.walk(node)
+        )
+
     def rotations(self) -> list[tuple[str, int, bool, bool]]:
         """Return module, line, and whether scaling and theta arrive, of every built rotation."""
         found = set()
-        builders = self.package.engine.builders
+        builders = self.package.builders
         for place, call in self.calls():
             owner = place.owner.name if place.owner else place.function.name
             if _called(call) not in builders or _OTHER_MODALITIES.search(owner):
@@ -450,18 +508,25 @@ def read_architecture(package: Package, name: str) -> str | None:
 
 def read_engine(name: str, root: Path) -> dict[str, object]:
     """Return the version of an engine and what it reads, by transformers' model types."""
-    package = Package(name, root)
+    package, is_mlx = Package(name, root), name.startswith("mlx")
     reads = read_model_types(
         lambda model_type, class_name: read_architecture(
-            package, model_type if name == "mlx" else class_name
+            package, model_type if is_mlx else class_name
         )
     )
     reads |= _BY_HAND.get(name, {})
     kinds = dict.fromkeys(kind for kind in KINDS if kind in reads.values())
-    return {
+    table: dict[str, object] = {
         "version": package.version,
         **{kind: sorted(m for m, read in reads.items() if read == kind) for kind in kinds},
     }
+    if is_mlx:  # their files name transformers 4's fields or transformers 5's, or both
+        table["rope_parameters"] = sorted(
+            model_type
+            for model_type in {*CONFIG_MAPPING, *reads} & package.entries.keys()
+            if Reading(package, *package.entries[model_type]).names_rope_parameters()
+        )
+    return table
 
 
 def read_model_types(

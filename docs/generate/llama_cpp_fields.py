@@ -37,8 +37,12 @@ _COPIES = (
     "rope_freq_base_train_swa = hparams.rope_freq_base_train;",
     "rope_freq_scale_train_swa = hparams.rope_freq_scale_train;",
 )
-# Read in the converter: Phi-3's writes theta, and the stretches of a longrope.
-_WRITES_BY_ITSELF = ("Phi3MiniModel",)
+# Read in the converter: Phi-3's writes theta, and the stretches of a longrope. Mistral 3's hands
+# the work to a class inside it, which leads to TextModel.
+_WRITES_BY_ITSELF = ("Phi3MiniModel", "Mistral3Model")
+# Latent attention takes the attention factor into its softmax scale, if the file has this key; the
+# converter writes a tenth of it there.
+_LATENT_MULTIPLIER = "rope_yarn_log_mul /= 0.1f"
 
 
 class Graphs:
@@ -62,6 +66,7 @@ class Graphs:
             self.graphs[model] = taken.group(1) if taken else base
         self.kinds: dict[str, str | None] = {}
         self.stretched: list[str] = []
+        self.latent: list[str] = []
         cases = re.findall(r"((?:case LLM_ARCH_\w+:\s*)+)return new (llama_model_\w+)\(", loader)
         for labels, model in cases:
             for label in re.findall(r"LLM_ARCH_\w+", labels):
@@ -69,6 +74,8 @@ class Graphs:
                 self.kinds[self.names[label]] = self._kind(texts)
                 if self._is_stretched(texts):
                     self.stretched.append(self.names[label])
+                if any(_LATENT_MULTIPLIER in text for _, text in texts):
+                    self.latent.append(self.names[label])
 
     def _texts(self, model: str) -> Iterator[tuple[str, str]]:
         """Yield name and text of the files of a class, and of the class whose graph it takes."""
@@ -225,7 +232,12 @@ def read_llama_cpp(folder: Path) -> dict[str, object]:
             return "flags"
         return kind if kind is None or converters.writes(name) else None
 
+    def name(_: str, architecture: str) -> str | None:
+        found = converters.text_class(architecture)
+        return None if found is None else converters.file_architecture(found)
+
     reads = engine_fields.read_model_types(read, has_inner_models=False)
+    names = engine_fields.read_model_types(name, has_inner_models=False)
     kinds = ("scaling", "flags", "full attention")
     return {
         "version": source_version(folder),
@@ -234,7 +246,8 @@ def read_llama_cpp(folder: Path) -> dict[str, object]:
             kind: sorted(name for name, found in graphs.kinds.items() if found == kind)
             for kind in ("scaling", "full attention")
         }
-        | {"stretches": sorted(graphs.stretched)},
+        | {"stretches": sorted(graphs.stretched), "latent multiplier": sorted(graphs.latent)},
+        "architectures": {m: names[m] for m in sorted(names) if reads.get(m) in kinds},
     }
 
 

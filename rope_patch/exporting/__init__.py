@@ -26,9 +26,9 @@ def export(model_or_config: Any, engine: str) -> Export:
     Args:
         model_or_config: A patched model; or a config or an unpatched model with a scaling of its
             own, such as one that `rope_patch.save` wrote.
-        engine: One of "transformers" (5), "transformers4", "vllm", "sglang", "llama.cpp" and "mlx";
-            of the trainers "axolotl" and "llama-factory"; or one that an installed package adds
-            (entry points `rope_patch.engines`).
+        engine: One of "transformers" (5), "transformers4", "vllm", "sglang", "llama.cpp", "mlx"
+            (mlx-lm) and "mlx-vlm"; of the trainers "axolotl" and "llama-factory"; or one that an
+            installed package adds (entry points `rope_patch.engines`).
 
     Returns:
         Fields of config.json, command-line arguments, YAML, tensors and notes; print it to read it.

@@ -36,11 +36,22 @@ def what_engine_reads(target: Target, engine: str) -> str | None:
         for llama.cpp also "flags" (its converter writes neither into a file) and "full attention"
         (as "scaling", but no window takes it); or None where it reads neither or that is unknown.
     """
-    for model_type in dict.fromkeys((target.config.model_type, target.model_type)):
+    for model_type in _model_types(target):
         for kind in _KINDS:
             if model_type in _table()[engine].get(kind, ()):
                 return kind
     return None
+
+
+def reads_rope_parameters(target: Target, engine: str) -> bool:
+    """Return whether a model file of mlx-lm or mlx-vlm names transformers 5's field."""
+    return any(name in _table()[engine]["rope_parameters"] for name in _model_types(target))
+
+
+def file_architecture(target: Target) -> str | None:
+    """Return the name of the architecture in llama.cpp's GGUF files; None where that is unknown."""
+    names = _table()["llama.cpp"]["architectures"]
+    return next((names[name] for name in _model_types(target) if name in names), None)
 
 
 def what_graph_reads(architecture: str) -> str | None:
@@ -52,6 +63,11 @@ def what_graph_reads(architecture: str) -> str | None:
     graphs = _table()["llama.cpp"]["graphs"]
     kinds = (kind for kind in ("scaling", "full attention") if architecture in graphs[kind])
     return next(kinds, None)
+
+
+def reads_latent_multiplier(architecture: str | None) -> bool:
+    """Return whether llama.cpp's graph takes YaRN's attention factor into latent attention."""
+    return architecture in _table()["llama.cpp"]["graphs"]["latent multiplier"]
 
 
 def require_fields_are_read(target: Target, engine: str) -> None:
@@ -69,3 +85,8 @@ def require_fields_are_read(target: Target, engine: str) -> None:
             f"in {name} the model of {target.model_type} reads a theta and no scaling; use ntk or "
             "abf",
         )
+
+
+def _model_types(target: Target) -> dict[str, None]:
+    """Return the whole config's model type, then the decoder's."""
+    return dict.fromkeys((target.config.model_type, target.model_type))

@@ -17,6 +17,7 @@ _EXPORTERS: dict[str, Callable[[Target], Export]] = {
     "sglang": sglang.export,
     "llama.cpp": llama_cpp.export,
     "mlx": mlx.export,
+    "mlx-vlm": mlx.export_vlm,
 }
 ENGINES = tuple(_EXPORTERS)
 _TRAINERS: dict[str, Callable[[Target], Export]] = {

@@ -14,6 +14,14 @@ common/arg.cpp and conversion/, 2026-10):
 - The converter also copies that tensor for Qwen and SmolLM3, whose files then fail to load ("wrong
   number of tensors"). It fails on the tensor for Gemma, gpt-oss, Granite and OLMo.
 - Stretches in the file multiply those of the flags.
+- Latent attention (DeepSeek-V3) takes YaRN's attention factor into its softmax scale, if the file
+  has yarn_log_multiplier and the graph reads it. It does so for any other scale, too, so YaRN is
+  the only scaling there.
+- DeepSeek-V4's graph gives the flags' YaRN to its compressed branches, unscaled in cos and sin, and
+  a theta alone to its windows. The theta of the compressed branches is a key of the file.
+- Gemma 4's file has stretches that stop pairs of full attention; flags scale the others.
+- Ministral 3's converter asks for YaRN; its graph divides the attention factor by the one of
+  mscale_all_dim, and starts the queries' temperature at the original length in the file.
 - llama-server limits -c to the context length in the file.
 
 What its graph and its converter read for an architecture is in engine_fields.json. The converter
@@ -26,41 +34,28 @@ from typing import Any
 
 import torch
 
+from rope_patch.exporting import deepseek_v4
 from rope_patch.exporting.engine_fields import (
     engine_version,
+    file_architecture,
+    reads_latent_multiplier,
     require_fields_are_read,
     what_engine_reads,
 )
-from rope_patch.exporting.target import Export, LayerRotation, Target
+from rope_patch.exporting.target import Export, LayerRotation, Target, latent_attention_fields
 from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.rope_config import config_rope_type
 
 NAME = "llama.cpp"
+_GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+_V4_ARCHITECTURE = "deepseek4"
 
-# Names of architectures in GGUF files.
-_ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen2": "qwen2",
-    "qwen2_moe": "qwen2moe",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "gpt_oss": "gpt-oss",
-    "granite": "granite",
-    "olmo2": "olmo2",
-    "phi3": "phi3",
-    "smollm3": "smollm3",
-}
 _SCALINGS_IN_FILE = (
     "llama3",
     "longrope",
     "proportional",
 )  # scalings that are tensors in a GGUF file
-_STRETCH_ARCHITECTURES = ("llama",)  # files and converter support the tensor
+_STRETCH_TYPES = ("llama", "mistral", "mixtral")  # converted as "llama", which has the tensor
 _STRETCH_TENSOR = "rope.freqs.weight"  # the converter's name; rope_freqs.weight in the file
 
 
@@ -71,6 +66,8 @@ def export(target: Target) -> Export:
         ValueError: llama.cpp has no form for the rotation.
     """
     target.require_static(NAME)
+    if target.model_type == deepseek_v4.MODEL_TYPE:
+        return _deepseek_v4_export(target)
     rotation = _single_rotation(target)
     flags = _flags(target, rotation)
     fields = _fields(target, rotation) if _are_fields_written(target, flags) else None
@@ -137,27 +134,68 @@ def _are_fields_written(target: Target, flags: list[str] | None) -> bool:
 def _single_rotation(target: Target) -> LayerRotation:
     """Return the one rotation that flags and fields can set."""
     rotations = target.rotations
-    for rotation in rotations.values():
-        if target.is_mla and rotation.scaling != "default":
-            raise target.refuse(
-                NAME,
-                "how it sharpens multi-head latent attention is not known here; use ntk or abf",
-            )
     if not target.layers_differ:
+        if target.is_mla:
+            _require_latent_attention(target, rotations[None])
         return rotations[None]
     windows = rotations.get("sliding_attention")
     if (
-        target.model_type != "gemma3_text"
+        target.model_type not in ("gemma3_text", *_GEMMA4)
         or windows is None
         or windows.parameters != windows.checkpoint_parameters
         or windows.scaling != "default"
     ):
         raise target.refuse(
             NAME,
-            "of models whose layer types rotate differently, it is Gemma 3's full attention that "
-            "has flags there; use vLLM or transformers",
+            "of models whose layer types rotate differently, it is the full attention of Gemma 3 "
+            "and Gemma 4 that has flags there; use vLLM or transformers",
         )
     return rotations["full_attention"]
+
+
+def _require_latent_attention(target: Target, rotation: LayerRotation) -> None:
+    """Raise unless a graph sharpens latent attention as transformers does."""
+    if rotation.scaling == "default":
+        return
+    parameters = latent_attention_fields(target, NAME, rotation)
+    architecture, multiplier = file_architecture(target), parameters["mscale_all_dim"]
+    if not reads_latent_multiplier(architecture):
+        raise target.refuse(
+            NAME,
+            f"its graph of {architecture} reads no yarn_log_multiplier, by which others put YaRN's "
+            "attention factor into the softmax scale of latent attention; use ntk or abf",
+        )
+    if parameters.get("mscale") != multiplier or (multiplier != 1 and architecture != "deepseek2"):
+        raise target.refuse(
+            NAME,
+            f"its graph of {architecture} takes mscale = {multiplier:g} for 1; use ntk or abf",
+        )
+
+
+def _deepseek_v4_export(target: Target) -> Export:
+    """Return flags for DeepSeek-V4, whose file has one theta as a key of its own."""
+    thetas, yarn = deepseek_v4.flat_fields(target, NAME)
+    changed = deepseek_v4.changed_thetas(target)
+    own = config_rope_type(target.rotations["compress"].checkpoint_parameters)
+    flags = ["--rope-scaling", "none"] if yarn is None else _yarn_flags(yarn)
+    if yarn is None and own == "yarn":
+        flags += ["--yarn-ext-factor", "0"]
+    if "rope_theta" in changed:
+        flags += ["--rope-freq-base", _format_number(thetas["rope_theta"])]
+    keys = [("context_length=int", target.length)]
+    if "compress_rope_theta" in changed:
+        key = "attention.compress_rope_freq_base=float"
+        keys.append((key, thetas["compress_rope_theta"]))
+    for key, value in keys:
+        flags += ["--override-kv", f"{_V4_ARCHITECTURE}.{key}:{_format_number(value)}"]
+    return Export(
+        engine=NAME,
+        arguments=[*flags, "-c", str(target.length)],
+        notes=[
+            "for a GGUF file that was converted from the model as it was",
+            deepseek_v4.PUBLISHED_NOTE.replace("this engine", "its converter"),
+        ],
+    )
 
 
 def _flags(target: Target, rotation: LayerRotation) -> list[str] | None:
@@ -167,13 +205,10 @@ def _flags(target: Target, rotation: LayerRotation) -> list[str] | None:
         return None
     file_scaling = config_rope_type(rotation.checkpoint_parameters)
     if file_scaling in _SCALINGS_IN_FILE:
-        is_llama3_file = (
-            file_scaling == "llama3"
-            and _ARCHITECTURES.get(target.model_type) in _STRETCH_ARCHITECTURES
-        )
+        is_llama3_file = file_scaling == "llama3" and target.model_type in _STRETCH_TYPES
         return (
             _flags_on_file_factors(rotation)
-            if is_llama3_file or target.model_type == "phi3"
+            if is_llama3_file or target.model_type in ("phi3", *_GEMMA4)
             else None
         )
     parameters, scaling = rotation.parameters, rotation.scaling
@@ -183,11 +218,7 @@ def _flags(target: Target, rotation: LayerRotation) -> list[str] | None:
     elif scaling == "linear":
         flags = ["--rope-scaling", "linear", "--rope-scale", _format_number(parameters["factor"])]
     elif scaling == "yarn":
-        flags = ["--rope-scaling", "yarn", "--rope-scale", _format_number(parameters["factor"])]
-        flags += ["--yarn-orig-ctx", str(parameters["original_max_position_embeddings"])]
-        flags += ["--yarn-ext-factor", "1"]
-        flags += ["--yarn-beta-fast", _format_number(parameters.get("beta_fast", 32))]
-        flags += ["--yarn-beta-slow", _format_number(parameters.get("beta_slow", 1))]
+        flags = _yarn_flags(parameters)
     else:
         return None
     if file_scaling == "yarn":  # override the file's YaRN
@@ -198,23 +229,30 @@ def _flags(target: Target, rotation: LayerRotation) -> list[str] | None:
     return flags
 
 
+def _yarn_flags(parameters: dict[str, Any]) -> list[str]:
+    flags = ["--rope-scaling", "yarn", "--rope-scale", _format_number(parameters["factor"])]
+    flags += ["--yarn-orig-ctx", str(parameters["original_max_position_embeddings"])]
+    flags += ["--yarn-ext-factor", "1"]
+    flags += ["--yarn-beta-fast", _format_number(parameters.get("beta_fast", 32))]
+    return [*flags, "--yarn-beta-slow", _format_number(parameters.get("beta_slow", 1))]
+
+
 def _flags_on_file_factors(rotation: LayerRotation) -> list[str] | None:
     """Return flags that multiply the file's stretches to the rotation's, or None."""
-    has_stopped_pairs = not rotation.frequencies.inv_freq.all()
-    if (
-        has_stopped_pairs
-        or rotation.attention_factor != rotation.checkpoint_frequencies.attention_factor
-    ):
+    own, inv_freq = rotation.checkpoint_frequencies.inv_freq, rotation.frequencies.inv_freq
+    count, moving = len(own), int((own > 0).sum())
+    has_other_attention = (
+        rotation.attention_factor != rotation.checkpoint_frequencies.attention_factor
+    )
+    if has_other_attention or moving < 2 or ((own > 0) != (inv_freq > 0)).any():
         return None
-    ratio = rotation.checkpoint_frequencies.inv_freq / rotation.frequencies.inv_freq
-    pair = torch.arange(len(ratio), dtype=torch.float64)
-    last = len(ratio) - 1
+    ratio = own[:moving] / inv_freq[:moving]  # pairs that stop are the last ones
+    pair = torch.arange(moving, dtype=torch.float64)
+    last = moving - 1
     if torch.allclose(ratio, ratio[:1], rtol=1e-6, atol=0):
         return ["--rope-scaling", "linear", "--rope-scale", _format_number(float(ratio[last]))]
     if torch.allclose(ratio, ratio[last] ** (pair / last), rtol=1e-6, atol=0):
-        theta = rotation.checkpoint_parameters["rope_theta"] * float(ratio[last]) ** (
-            len(ratio) / last
-        )
+        theta = rotation.checkpoint_parameters["rope_theta"] * float(ratio[last]) ** (count / last)
         return ["--rope-scaling", "none", "--rope-freq-base", _format_number(theta)]
     return None
 
@@ -233,9 +271,12 @@ def _fields(target: Target, rotation: LayerRotation) -> dict[str, Any] | None:
         return None
     elif scaling == "yarn":
         for key in ("attention_factor", "mscale", "mscale_all_dim", "truncate"):
-            parameters.pop(key, None)
+            if not (target.is_mla and "mscale" in key):  # the converter writes its multiplier
+                parameters.pop(key, None)
+        if rotation.has_temperature:  # the converter of Ministral 3 asks for it
+            parameters["mscale_all_dim"] = _file_multiplier(rotation)
     elif scaling == "llama3":
-        if _ARCHITECTURES.get(target.model_type) != "llama":
+        if target.model_type not in _STRETCH_TYPES:
             return None
         extra = {"original_max_position_embeddings": parameters["original_max_position_embeddings"]}
     elif scaling not in ("default", "linear"):
@@ -259,7 +300,13 @@ def _has_untruncated_ramp(rotation: LayerRotation) -> bool:
 
 def _checked_stretch(target: Target, rotation: LayerRotation) -> list[float]:
     """Return the stretches for the tensor, or raise if the architecture has no such tensor."""
-    if _ARCHITECTURES.get(target.model_type) not in _STRETCH_ARCHITECTURES:
+    if target.model_type in _GEMMA4:
+        raise target.refuse(
+            NAME,
+            "a GGUF file of Gemma 4 stops pairs of full attention, and flags scale the others by "
+            "one number or change their theta; use linear, ntk or abf",
+        )
+    if file_architecture(target) != "llama" or target.model_type not in _STRETCH_TYPES:
         raise target.refuse(
             NAME,
             "its YaRN is always truncated; use truncate=True"
@@ -268,7 +315,7 @@ def _checked_stretch(target: Target, rotation: LayerRotation) -> list[float]:
             f"only, none for {target.model_type}; use linear, ntk, abf, yarn or ntk-by-parts"
             + (
                 ", with start='unscaled'"
-                if config_rope_type(rotation.checkpoint_parameters) in _SCALINGS_IN_FILE
+                if config_rope_type(rotation.checkpoint_parameters) != "default"
                 else ""
             ),
         )
@@ -277,7 +324,17 @@ def _checked_stretch(target: Target, rotation: LayerRotation) -> list[float]:
 
 def _attention_factor_flags(target: Target, rotation: LayerRotation, scaling: str) -> list[str]:
     """Return arguments for the attention factor, which no other flag sets in newer releases."""
-    engine_factor = yarn_mscale(rotation.parameters["factor"]) if scaling == "yarn" else 1.0
+    engine_factor = 1.0  # latent attention has its own in the softmax scale
+    if scaling == "yarn" and not target.is_mla:
+        engine_factor = yarn_mscale(rotation.parameters["factor"])
+        if rotation.has_temperature:
+            engine_factor /= yarn_mscale(rotation.parameters["factor"], _file_multiplier(rotation))
+    if scaling == "yarn" and target.is_mla:
+        multiplier = rotation.parameters["mscale_all_dim"]
+        if rotation.checkpoint_parameters.get("mscale_all_dim") == multiplier:
+            return []
+        key = "rope.scaling.yarn_log_multiplier=float"
+        return _override_kv(target, key, 0.1 * multiplier)  # as the converter writes it
     if rotation.attention_factor == engine_factor and target.model_type != "phi3":
         return []
     if target.model_type == "phi3" and scaling == "default":
@@ -295,14 +352,17 @@ def _attention_factor_flags(target: Target, rotation: LayerRotation, scaling: st
 
 def _override_kv(target: Target, key: str, value: float) -> list[str]:
     """Return arguments that override a key of a GGUF file."""
-    architecture = _ARCHITECTURES.get(target.model_type)
+    architecture = file_architecture(target)
     if architecture is None:
         raise target.refuse(
-            NAME,
-            f"what GGUF files call {target.model_type} is not known here; known are "
-            f"{', '.join(_ARCHITECTURES)}",
+            NAME, f"what GGUF files call {target.model_type} is not known here; use transformers"
         )
     return ["--override-kv", f"{architecture}.{key}:{_format_number(value)}"]
+
+
+def _file_multiplier(rotation: LayerRotation) -> float:
+    """Return the multiplier of YaRN's attention factor that a file of Ministral 3 has."""
+    return float(rotation.checkpoint_parameters.get("mscale_all_dim", 1.0))
 
 
 def _format_number(value: float) -> str:

@@ -47,6 +47,8 @@ STATIC_ALTERNATIVE = (
     "use a method whose frequencies stay, such as yarn, or transformers with rope_patch"
 )
 
+YARN_OR_UNSCALED = "use yarn, or ntk or abf on unscaled frequencies (start='unscaled')"
+
 # What engines have of their own, by engine and map.
 _OWN_MAPS = {
     ("llama.cpp", "self-extend"): (
@@ -352,6 +354,22 @@ class Target:
         if not self.has_config_form:
             raise self.refuse(engine, "no config has a form for it; " + instead)
 
+    def require_valid(self, engine: str, all_parameters: dict[str | None, dict[str, Any]]) -> None:
+        """Raise if transformers' check of the fields fails, which engines on transformers run."""
+        if not any(config_rope_type(p) == "longrope" for p in all_parameters.values()):
+            return
+        text = copy.deepcopy(self.text)
+        text.rope_parameters = copy.deepcopy(all_parameters.get(None, all_parameters))
+        try:
+            text.validate_rope()
+        except Exception as error:  # such as Gemma 4's, for a head_dim that differs by layer
+            raise self.refuse(
+                engine,
+                f"transformers' own check of longrope fails for {self.model_type} "
+                f"({type(error).__name__}); save the model with rope_patch.save and load it with "
+                "rope_patch.load, or use linear or ntk",
+            ) from error
+
     def require_static(self, engine: str) -> None:
         """Raise unless a config expresses the rotation and it is the same for all lengths."""
         self.require_config_form(engine, STATIC_ALTERNATIVE)
@@ -493,6 +511,32 @@ class LayerRotation:
         stretch = self.theta ** (-pair / len(inv_freq)) / inv_freq
         return stretch.clamp(max=NO_ROTATION).tolist()
 
+    @property
+    def plain_theta(self) -> float | None:
+        """Return a theta that says the rotating pairs without a scaling, or None.
+
+        Pairs that stop may follow them, as in p-RoPE.
+        """
+        inv_freq = self.frequencies.inv_freq
+        count, moving = len(inv_freq), int((inv_freq > 0).sum())
+        if self.attention_factor != 1 or moving < 2 or not inv_freq[:moving].all():
+            return None
+        last = moving - 1
+        theta = float(inv_freq[last]) ** (-count / last)
+        plain = theta ** (-torch.arange(moving, dtype=torch.float64) / count)
+        return theta if torch.allclose(inv_freq[:moving], plain, rtol=1e-6, atol=0) else None
+
+    def as_proportional(self) -> dict[str, Any] | None:
+        """Return the checkpoint's p-RoPE with a theta that says the rotation, or None."""
+        own, inv_freq = self.checkpoint_frequencies.inv_freq, self.frequencies.inv_freq
+        is_proportional = config_rope_type(self.checkpoint_parameters) == "proportional"
+        theta = self.plain_theta
+        if not is_proportional or theta is None or ((own > 0) != (inv_freq > 0)).any():
+            return None
+        fields = {k: v for k, v in self.checkpoint_parameters.items() if k != "factor"}
+        is_own = self.parameters == self.checkpoint_parameters
+        return fields if is_own else {**fields, "rope_theta": theta}
+
     def as_longrope(self, length: int) -> dict[str, Any]:
         """Return `rope_parameters` of the same rotation as `longrope` with one set of stretches.
 
@@ -520,6 +564,28 @@ class LayerRotation:
             "original_max_position_embeddings": self.trained_length,
             **preserved,
         }
+
+
+def latent_attention_fields(target: Target, engine: str, rotation: LayerRotation) -> dict[str, Any]:
+    """Return `rope_parameters` of latent attention: a theta, or YaRN as in DeepSeek's configs.
+
+    Engines that read DeepSeek's YaRN truncate its ramp and put its attention factor into the
+    softmax scale, by mscale_all_dim; cos and sin stay unscaled.
+
+    Raises:
+        ValueError: It is another scaling or another YaRN.
+    """
+    parameters = rotation.parameters
+    is_deepseek = parameters.get("mscale_all_dim") and "attention_factor" not in parameters
+    if rotation.scaling == "default" or (
+        rotation.scaling == "yarn" and is_deepseek and parameters.get("truncate", True)
+    ):
+        return parameters
+    raise target.refuse(
+        engine,
+        "multi-head latent attention takes there a new theta or YaRN with its own attention "
+        f"factor; {YARN_OR_UNSCALED}",
+    )
 
 
 def original_length_for_factor(

@@ -56,6 +56,7 @@ def export(target: Target) -> Export:
         layer_type: _rope_fields(target, rotation)
         for layer_type, rotation in target.rotations.items()
     }
+    target.require_valid(NAME, all_parameters)
     fields = {"max_position_embeddings": _positions(target), **target.fields(all_parameters)}
     _require_fields_act(target, fields)
     return Export(engine=NAME, config=target.nest_fields(fields), notes=_dynamic_notes(target))
@@ -83,6 +84,8 @@ def _require_fields_act(target: Target, fields: dict[str, Any]) -> None:
 
 def _rope_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
     """Return parameters without `proportional`, new in 5.5, unless the checkpoint has it."""
+    if rotation.scaling == "longrope" and (fields := rotation.as_proportional()) is not None:
+        return fields
     is_new = rotation.scaling == "proportional" != config_rope_type(rotation.checkpoint_parameters)
     return rotation.as_longrope(target.length) if is_new else rotation.parameters
 

@@ -17,9 +17,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rope_patch.exporting import vllm_plugin
+from rope_patch.exporting import deepseek_v4, vllm_plugin
 from rope_patch.exporting.engine_fields import require_fields_are_read
-from rope_patch.exporting.target import Export, LayerRotation, Target
+from rope_patch.exporting.target import (
+    YARN_OR_UNSCALED,
+    Export,
+    LayerRotation,
+    Target,
+    latent_attention_fields,
+)
 from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.rope_config import config_rope_type
 from rope_patch.utils.errors import Refused
@@ -86,9 +92,10 @@ def overrides(target: Target, length: int, positions: int) -> dict[str, Any]:
         layer_type: _rope_fields(target, layer_type, rotation, length)
         for layer_type, rotation in target.rotations.items()
     }
+    target.require_valid(NAME, all_parameters)
     fields = {"max_position_embeddings": positions, **target.fields(all_parameters)}
-    if target.model_type == "deepseek_v4":
-        fields |= _deepseek_v4_thetas(target)
+    if target.model_type == deepseek_v4.MODEL_TYPE:
+        fields |= deepseek_v4.changed_thetas(target)
     return target.nest_fields(fields)
 
 
@@ -98,11 +105,11 @@ def _rope_fields(
     parameters = dict(rotation.parameters)
     if target.model_type == "gpt_oss":
         return _gpt_oss_fields(target, rotation, length)
-    if target.model_type == "deepseek_v4":
+    if target.model_type == deepseek_v4.MODEL_TYPE:
         return _deepseek_v4_fields(target, layer_type, rotation, length)
     scaling = rotation.scaling
     if target.is_mla:
-        return _mla_fields(target, rotation)
+        return latent_attention_fields(target, NAME, rotation)
     if scaling == "yarn":
         table_length = parameters["factor"] * parameters["original_max_position_embeddings"]
         # vLLM merges overrides of a nested config into the config's values.
@@ -128,6 +135,9 @@ def _rope_fields(
             "its longrope, which could say it pair by pair, rotates halves of heads, and this "
             "model rotates neighbours; use linear, ntk, abf, llama3 or yarn",
         )
+    # Releases that run such a checkpoint know `proportional`, though not its factor.
+    if (fields := rotation.as_proportional()) is not None:
+        return fields
     fields = rotation.as_longrope(length) if scaling != "longrope" else parameters
     factor = rotation.attention_factor
     return {**fields, "short_mscale": factor, "long_mscale": factor}
@@ -144,26 +154,6 @@ def _yarn_fields(rotation: LayerRotation, is_merged: bool) -> dict[str, Any]:
     factor = rotation.attention_factor  # wins over mscale, which may be left of the checkpoint's
     fields |= {"attention_factor": factor, "attn_factor": factor / yarn_mscale(fields["factor"])}
     return {key: value for key, value in fields.items() if "mscale" not in key}
-
-
-def _mla_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
-    """Return DeepSeek's YaRN: truncated, with its attention factor in the softmax scale."""
-    parameters = rotation.parameters
-    if rotation.scaling == "default":
-        return parameters
-    if rotation.scaling == "yarn" and is_deepseek_yarn(parameters):
-        return parameters
-    raise target.refuse(
-        NAME,
-        "multi-head latent attention takes there a new theta or YaRN with its own attention "
-        "factor; use ntk, abf or yarn",
-    )
-
-
-def is_deepseek_yarn(parameters: dict[str, Any]) -> bool:
-    """Return whether YaRN is as in DeepSeek's configs, which leaves cos and sin unscaled."""
-    is_deepseek = parameters.get("mscale_all_dim") and "attention_factor" not in parameters
-    return bool(is_deepseek) and parameters.get("truncate", True)
 
 
 def _gpt_oss_fields(target: Target, rotation: LayerRotation, length: int) -> dict[str, Any]:
@@ -189,40 +179,24 @@ def _gpt_oss_fields(target: Target, rotation: LayerRotation, length: int) -> dic
     raise target.refuse(
         NAME,
         "gpt-oss takes there YaRN with its own attention factor, up to factor times the trained "
-        "length, or a new theta; use yarn, ntk or abf",
+        f"length, or a new theta; {YARN_OR_UNSCALED}",
     )
 
 
 def _deepseek_v4_fields(
     target: Target, layer_type: str | None, rotation: LayerRotation, length: int
 ) -> dict[str, Any]:
-    """Return what vLLM's DeepSeek-V4 reads: a theta, or YaRN on the compressed branches."""
-    # models/deepseek_v4/common/rope.py of 0.30 to 0.33 reads every scaling there as YaRN with a
-    # truncated ramp, leaves cos and sin unscaled, and reads no scaling of the windows.
-    parameters = rotation.parameters
-    if rotation.scaling == "default":
-        return parameters
-    if (
-        layer_type == "compress"
-        and rotation.scaling == "yarn"
-        and rotation.attention_factor == 1
-        and parameters.get("truncate", True)
-        and length <= parameters["factor"] * parameters["original_max_position_embeddings"]
-    ):
-        return {"beta_fast": 32.0, "beta_slow": 1.0, **parameters, "attention_factor": 1.0}
-    raise target.refuse(
-        NAME,
-        "DeepSeek-V4 takes there a new theta, or YaRN on its compressed branches with an "
-        "attention factor of 1 and a truncated ramp, up to factor times the original length; use "
-        "yarn with attention_factor=1, or ntk or abf on a rotation without a scaling",
-    )
-
-
-def _deepseek_v4_thetas(target: Target) -> dict[str, float]:
-    """Return the thetas that vLLM's DeepSeek-V4 reads beside `rope_parameters`, if they change."""
-    names = {"rope_theta": "main", "compress_rope_theta": "compress"}
-    thetas = {name: target.rotations[layer_type].theta for name, layer_type in names.items()}
-    return {name: theta for name, theta in thetas.items() if getattr(target.text, name) != theta}
+    """Return DeepSeek-V4's fields, if its tables of cos and sin reach the length."""
+    fields = deepseek_v4.layer_fields(target, NAME, layer_type)
+    if rotation.scaling == "yarn":
+        table_length = fields["factor"] * fields["original_max_position_embeddings"]
+        if length > table_length:
+            raise target.refuse(
+                NAME,
+                f"its tables for DeepSeek-V4 end at factor times the original length, "
+                f"{table_length:,.0f} tokens, and {length:,} are asked; use a larger factor",
+            )
+    return fields
 
 
 def _notes(target: Target, config: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ Each case runs in a folder of its own beside the tiny models, a text, samples an
 import rope_patch
 
 LLAMA, TEXT = "../tiny-llama", "../start-of-emma.txt"
-ENGINES = ("transformers", "transformers4", "vllm", "sglang", "llama.cpp", "mlx")
+ENGINES = ("transformers", "transformers4", "vllm", "sglang", "llama.cpp", "mlx", "mlx-vlm")
 ENGINES = (*ENGINES, "axolotl", "llama-factory")
 HELP = "methods diagnose eval compare report tasks recommend search extend finetune recipes patch"
 HELP += " export serve verify bench picture lab env"

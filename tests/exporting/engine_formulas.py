@@ -114,6 +114,49 @@ def vllm(config, rope, max_model_len, release):
     raise Unread(f"Unknown RoPE scaling type {kind}")
 
 
+def sglang_deepseek_v4(config, kind):
+    """Restate models/deepseek_v4.py and precompute_freqs_cis of 0.5.23.
+
+    Args:
+        config: The config, a dict.
+        kind: "main" for sliding-window layers, "compress" for those with a compressor.
+    """
+    rope, compresses = config["rope_parameters"], kind == "compress"
+    theta = config["compress_rope_theta"] if compresses else rope["rope_theta"]
+    size, original = config["qk_rope_head_dim"], rope["original_max_position_embeddings"]
+    betas = rope.get("beta_fast", 32), rope.get("beta_slow", 1)
+    if not compresses:
+        return plain(theta, size), 1.0
+    return yarn(theta, size, rope.get("factor", 1.0), original, *betas), 1.0
+
+
+def llama_cpp_deepseek_v4(config, kind, words):
+    """Restate src/models/deepseek4.cpp of 0.5.0 for a file of the published config, with flags.
+
+    Args:
+        config: The unpatched config, a dict.
+        kind: "main" or "compress".
+        words: The command line.
+    """
+    file = {"context_length": config["max_position_embeddings"]}
+    file["attention.compress_rope_freq_base"] = config["compress_rope_theta"]
+    flags = parse_flags(words, file)
+    need(
+        int(flags["-c"]) <= file["context_length"], "the slot context exceeds the training context"
+    )
+    if kind == "main":
+        theta = float(flags.get("--rope-freq-base", config["rope_theta"]))
+        return plain(theta, config["qk_rope_head_dim"]), 1.0
+    theta, size = file["attention.compress_rope_freq_base"], config["qk_rope_head_dim"]
+    own = config["rope_parameters"]["compress"]
+    ext = float(flags.get("--yarn-ext-factor", own["rope_type"] == "yarn"))
+    if flags["--rope-scaling"] == "none":
+        need(ext == 0, "the file's YaRN stays")
+        return plain(theta, size), 1.0
+    names = ("rope-scale", "yarn-orig-ctx", "yarn-beta-fast", "yarn-beta-slow")
+    return yarn(theta, size, *(float(flags[f"--{name}"]) for name in names)), 1.0
+
+
 def vllm_deepseek_v4(config, kind, max_model_len):
     """Restate models/deepseek_v4/common/rope.py and DeepseekV4ScalingRotaryEmbedding of 0.33.0.
 
@@ -151,7 +194,9 @@ def sglang(config, rope, context_length, sliding=None):
             return transformers4({**config, "rope_scaling": inner, **inner})
         rope = {"rope_type": "default", "rope_theta": rope["sliding_attention"]["rope_theta"]}
     theta, kind = rope["rope_theta"], rope["rope_type"]
-    size = int(head_size(config) * (config.get("partial_rotary_factor") or 1))
+    # The configs of Qwen3.5 are SGLang's own classes, with a default of their own.
+    default = 0.25 if config["model_type"].startswith(("qwen3_5", "qwen4_exp")) else 1
+    size = int(head_size(config) * (config.get("partial_rotary_factor") or default))
     if kind == "default":
         return plain(theta, size), 1.0
     need("mrope_section" not in rope or kind == "yarn", "one position a token")
@@ -178,16 +223,33 @@ def sglang(config, rope, context_length, sliding=None):
     raise Unread(f"Unknown RoPE scaling type {kind}, or one whose rotary_dim is another's")
 
 
-def mlx(config, sliding=None):
-    """Restate mlx_lm/models/rope_utils.py, phi3.py, gemma3_text.py, gpt_oss.py (d78bf58).
+def mlx(config, kind=None, vlm=False):
+    """Restate rope_utils.py, phi3.py, gemma3_text.py, gpt_oss.py of mlx-lm 0.32.2, mlx-vlm 0.7.10.
 
     Args:
         config: config.json, a dict.
-        sliding: For Gemma 3, whether the layer has a window.
+        kind: The layer type, for Gemma 3 and 4 and DeepSeek-V4.
+        vlm: Whether it is mlx-vlm, which has its own files.
     """
+    layer_type, kind = kind, config["model_type"]
+    sliding = layer_type == "sliding_attention"
     size, theta = head_size(config), config.get("rope_theta", 10000)
     scaling, length = config.get("rope_scaling"), config["max_position_embeddings"]
-    kind = config["model_type"]
+    if kind == "gemma3_text" and vlm:
+        theta = config["rope_global_base_freq"]
+    if kind in _MLX_ROPE_PARAMETERS:
+        scaling = config["rope_parameters"]
+        if kind == "gemma4_text":
+            scaling = scaling[layer_type]
+            size = size if sliding else config["global_head_dim"]
+        theta = scaling["rope_theta"]
+        size = int(size * scaling.get("partial_rotary_factor", 1.0)) if "qwen" in kind else size
+    if kind == "deepseek_v4":
+        need(vlm, "no such file")
+        theta, size = config["compress_rope_theta"], config["qk_rope_head_dim"]
+        if layer_type == "main":
+            theta, scaling = config["rope_theta"], None
+        scaling = scaling and {**scaling, "mscale": 0}  # cos and sin stay unscaled
     if kind == "phi3":
         size = int(size * config.get("partial_rotary_factor", 1.0))
         if not scaling:
@@ -221,6 +283,11 @@ def mlx(config, sliding=None):
         need(kind != "gpt_oss", "it is not given max_position_embeddings")
         stretch = np.array(scaling["long_factor"], dtype=np.float64)
         original = scaling["original_max_position_embeddings"]
+        if vlm:
+            need(scaling["long_factor"] == scaling["short_factor"], "follows the length")
+            mscales = scaling.get("short_mscale"), scaling.get("long_mscale")
+            need(mscales[0] == mscales[1] and mscales[0] is not None, "follows the length")
+            return plain(theta, size) / stretch, mscales[0]
         return plain(theta, size) / stretch, su(length, original)
     if name == "proportional":
         rotary_size = int(size * scaling.get("partial_rotary_factor", 1.0))
@@ -280,6 +347,9 @@ def transformers4(config, sliding=None):
     raise Unread(f"no {kind}")
 
 
+# Of the tests: their files in mlx-lm and mlx-vlm read this field.
+_MLX_ROPE_PARAMETERS = ("ministral3", "gemma4_text", "glm_moe_dsa", "qwen3_5_text")
+_MLX_ROPE_PARAMETERS += ("qwen3_5_moe_text", "qwen4_exp_text")
 _GGUF_LLAMA = ("llama", "mistral", "mixtral")
 
 
@@ -295,11 +365,12 @@ def convert_gguf(config, release="new", tensors=None):
     if (original := config.get("original_max_position_embeddings")) is not None:
         rope.setdefault("original_max_position_embeddings", original)
     inner = rope.get("full_attention", rope)
-    size = head_size(config)
+    size = int(head_size(config) * inner.get("partial_rotary_factor", 1))
     file = {
         "context_length": config["max_position_embeddings"],
         "rope.freq_base": inner["rope_theta"],
         "size": size,
+        "is_latent": "deepseek" in config["model_type"],
     }
     kind, model = inner.get("rope_type"), config["model_type"]
     if model == "phi3":
@@ -335,6 +406,10 @@ def convert_gguf(config, release="new", tensors=None):
         names = ("factor", "low_freq_factor", "high_freq_factor")
         changed = llama3(inner["rope_theta"], size, *(inner[name] for name in names), original)
         file["rope_freqs"] = plain(inner["rope_theta"], size) / changed
+    if "mscale_all_dim" in inner:  # DeepSeek's converter writes a tenth of it
+        file["rope.scaling.yarn_log_multiplier"] = inner["mscale_all_dim"] * (
+            0.1 if "deepseek" in model else 1
+        )
     if "sliding_attention" in rope:
         file["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
         file["rope.scale_swa"] = 1.0  # llama_model_gemma3
@@ -387,6 +462,8 @@ def rotate_gguf(file, words, sliding=False, release="new"):
     attention = number.get("--yarn-attn-factor", default_attention)
     if ext and release == "new":
         default_factor = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
+        if multiplier := file.get("rope.scaling.yarn_log_multiplier"):
+            default_factor /= mscale(factor, multiplier * (10 if file["is_latent"] else 1))
         attention = default_factor / (1 + 0.1 * math.log(factor))
     attention *= file.get("rope.scaling.attn_factor", 1.0)
     if sliding:

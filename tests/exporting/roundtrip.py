@@ -93,10 +93,14 @@ def read(original, export, kind):
         yield from read_by_transformers(merge_config(original, export.config), kind)
     elif engine == "transformers4":
         yield engine_formulas.transformers4(merge_config(original, export.config), sliding)
-    elif engine == "mlx":
-        yield engine_formulas.mlx(merge_config(original, export.config), sliding)
+    elif engine in ("mlx", "mlx-vlm"):
+        config = merge_config(original, export.config)
+        yield engine_formulas.mlx(config, kind, vlm=engine == "mlx-vlm")
+    elif engine == "llama.cpp" and original.model_type == "deepseek_v4":
+        yield engine_formulas.llama_cpp_deepseek_v4(original.to_dict(), kind, export.arguments)
     elif engine == "llama.cpp":
-        for release in ("old", "new"):
+        has_multiplier = "mscale_all_dim" in str(original.rope_parameters)
+        for release in ("new",) if has_multiplier else ("old", "new"):
             if "--rope-scaling" in words:
                 file = engine_formulas.convert_gguf(original.to_dict(), release)
                 yield engine_formulas.rotate_gguf(file, export.arguments, sliding, release)
@@ -106,6 +110,9 @@ def read(original, export, kind):
                 yield engine_formulas.rotate_gguf(file, export.arguments, sliding, release)
                 if "--rope-scaling" in words and "attn_factor" not in str(words):
                     yield engine_formulas.rotate_gguf(file, ["-c", words["-c"]], sliding, release)
+    elif engine == "sglang" and original.model_type == "deepseek_v4":
+        # Published configs are flat; those that transformers 5 saves are not, and keys are merged.
+        yield engine_formulas.sglang_deepseek_v4(merge_config(original, export.config), kind)
     elif engine == "sglang":
         for merges in (False, True):
             config = override_config(original, export.config, merges)
@@ -118,7 +125,8 @@ def read(original, export, kind):
             yield engine_formulas.vllm_deepseek_v4(config.to_dict(), kind, length)
             return
         rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
-        for release in ("old", "new"):
+        # DeepSeek's YaRN has a class of its own, which took the two multipliers before 0.30, too.
+        for release in ("new",) if "qk_rope_head_dim" in config.to_dict() else ("old", "new"):
             yield engine_formulas.vllm(
                 config.to_dict(), rope, int(words["--max-model-len"]), release
             )

@@ -8,10 +8,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from architectures.tiny_architectures import tiny_model
+from architectures.tiny_architectures import tiny_config, tiny_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import rope_patch
+from rope_patch.pretrained import empty_model
 
 GENERATE = Path(__file__).parents[2] / "docs" / "generate"
 TABLE = json.loads(Path(rope_patch.exporting.__file__).with_name("engine_fields.json").read_text())
@@ -144,21 +145,46 @@ def test_architectures_that_llama_cpps_flags_name_have_graphs():
     assert "gemma3_text" in table["full attention"]
 
 
-def test_mlx_exports_what_its_files_read():
-    with pytest.raises(rope_patch.Refused, match="known are") as error:
-        export("moshi", "mlx")
-    known = str(error.value).partition("known are ")[2].replace(",", "").split()
-    assert len(known) > 20
-    # Read by hand: windows beside full attention, and a class of its own.
-    read = {*TABLE["mlx"]["scaling"], "gemma3_text", "phi3"}
-    # The default config of gpt-oss has a scaling of its own: see test_exporting.py.
-    for model_type in set(known) & {*CONFIG_MAPPING} - {"gpt_oss"}:
-        if model_type in read:
-            assert export(model_type, "mlx", "linear").config
-        else:
-            assert model_type in TABLE["mlx"]["theta"]
-            with pytest.raises(rope_patch.Refused, match="takes a theta and no scaling"):
-                export(model_type, "mlx", "linear")
+# Architectures whose files read a scaling in mlx-lm and in mlx-vlm, or a theta alone.
+_SCALED = ("llama", "qwen2", "qwen3", "apertus", "granite", "olmo2", "seed_oss", "ministral3")
+_PLAIN = ("cohere", "gemma", "glm4", "qwen2_moe", "stablelm", "starcoder2")
+
+
+@pytest.mark.parametrize("engine", ["mlx", "mlx-vlm"])
+def test_mlx_exports_what_its_files_read(engine):
+    for model_type in set(_SCALED) & {*CONFIG_MAPPING}:
+        assert model_type in TABLE[engine]["scaling"]
+        start = "unscaled" if model_type == "ministral3" else "auto"
+        scaling = export(model_type, engine, "linear", start=start).config["rope_scaling"]
+        assert scaling == {"rope_type": "linear", "factor": 4.0}
+    for model_type in _PLAIN:
+        assert model_type in TABLE[engine]["theta"]
+        with pytest.raises(rope_patch.Refused, match=f"{engine} 0.* reads a theta and no scaling"):
+            export(model_type, engine, "linear")
+        assert export(model_type, engine, "ntk").config["rope_theta"] > 1e4
+    with pytest.raises(rope_patch.Refused, match=rf"{engine} 0.* no model of moshi"):
+        export("moshi", engine)
+
+
+def test_mlx_gets_rope_parameters_where_its_files_read_them():
+    """mlx_lm/models/ministral3.py and mlx_vlm/models/ministral3/language.py read all from there."""
+    model = tiny_model("ministral3")
+    rope_patch.patch(model, "yarn", factor=4.0, kernels="hf")
+    for engine in ("mlx", "mlx-vlm"):
+        fields = rope_patch.export(model, engine).config["rope_parameters"]
+        assert fields["factor"] == 4 * model.config.rope_parameters["factor"] / 4
+        assert fields["mscale"] == fields["mscale_all_dim"] == 0  # cos and sin stay unscaled
+        assert fields["llama_4_scaling_beta"] == 0.1
+        assert "rope_parameters" not in export("qwen2", engine).config
+
+
+def test_heads_that_rotate_neighbours_get_no_stretches_from_mlx():
+    """Their longrope rotates halves of heads: `traditional=False` in SuScaledRoPE."""
+    model = empty_model("", tiny_config("llama4"))
+    rope_patch.patch(model, "ntk-by-parts", factor=4.0, kernels="hf")
+    for engine in ("mlx", "mlx-vlm"):
+        with pytest.raises(rope_patch.Refused, match="rotates neighbours"):
+            rope_patch.export(model, engine)
 
 
 # -- how the tables are made -----------------------------------------------------------------------

@@ -28,6 +28,10 @@ REFUSED = {
         "Phi-3-4k": {"yarn-cooler"},
         "gpt-oss": {"yarn-untruncated"} | _ANY_STRETCH - {"proportional"},
     },
+    "mlx-vlm": {  # has fields for the attention factor, but for Phi-3
+        "Phi-3-4k": {"yarn-cooler"},
+        "gpt-oss": {"yarn-untruncated"} | _ANY_STRETCH - {"proportional"},
+    },
     "llama.cpp": {
         **dict.fromkeys(
             ("Qwen2.5", "Qwen3", "gpt-oss"), {"yarn-untruncated", "llama3"} | _ANY_STRETCH
@@ -35,13 +39,13 @@ REFUSED = {
         "Gemma-3-1B": set(METHODS) - {"linear", "ntk", "abf", "yarn", "yarn-betas"},
     },
 }
-_LAYER_TYPES = {"transformers4", "sglang", "mlx", "llama.cpp"}
+_LAYER_TYPES = {"transformers4", "sglang", "mlx", "mlx-vlm", "llama.cpp"}
 # Engines without a form for the YaRN that continues a published one.
 NOT_CONTINUED = {
-    "gpt-oss": {"mlx", "llama.cpp"},  # they always truncate
+    "gpt-oss": {"mlx", "mlx-vlm", "llama.cpp"},  # they always truncate
     "Olmo 3": _LAYER_TYPES,
-    "Ministral 3": {"mlx", "llama.cpp", "transformers4"},  # architectures that are unknown there
-    "DeepSeek-V3": {"mlx", "llama.cpp"},
+    "Ministral 3": {"transformers4"},  # which does not have it
+    "DeepSeek-V3": set(),
     "Laguna": _LAYER_TYPES,
 }
 needs_new_models = pytest.mark.skipif(
@@ -237,7 +241,7 @@ def test_an_installed_package_adds_an_engine(outside, tmp_path, monkeypatch):
     exported = export(outside, "outside-engine")
     expected = [1e4 ** (-i / 8) / stretch for i, stretch in enumerate(STRETCH)]
     assert exported.config["inv_freq"] == pytest.approx(expected, rel=1e-12)
-    assert_refused(outside, "no-such-one", "mlx, axolotl, llama-factory, outside-engine")
+    assert_refused(outside, "no-such-one", "mlx-vlm, axolotl, llama-factory, outside-engine")
     rope_patch.unpatch(outside)
     rope_patch.patch(outside, "dynamic-yarn")
     assert_refused(outside, "outside-engine", "outside-engine cannot run dynamic-yarn")

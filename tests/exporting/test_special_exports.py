@@ -35,8 +35,8 @@ OTHER_ENGINES = [engine for engine in ENGINES if not engine.startswith("transfor
         ("Llama-3.1", "yarn", "unscaled", ()),
         ("Llama-3.1", "linear", "unscaled", ()),
         ("Llama-3.1", "ntk", "unscaled", ()),
-        ("gpt-oss", "linear", "running", ("vllm", "mlx", "llama.cpp")),
-        ("gpt-oss", "yarn", "running", ("mlx", "llama.cpp")),  # these truncate always
+        ("gpt-oss", "linear", "running", ("vllm", "mlx", "mlx-vlm", "llama.cpp")),
+        ("gpt-oss", "yarn", "running", ("mlx", "mlx-vlm", "llama.cpp")),  # these truncate always
     ],
 )
 def test_start_options_export(name, method, start, refused):
@@ -274,7 +274,7 @@ class TestNested:
         return config
 
     @pytest.mark.parametrize(
-        "engine", ["vllm", "transformers", "transformers4", "mlx", "llama.cpp"]
+        "engine", ["vllm", "sglang", "transformers", "transformers4", "mlx", "mlx-vlm", "llama.cpp"]
     )
     def test_fields_are_nested_like_the_config(self, engine):
         needs_nested_yarn()
@@ -286,12 +286,13 @@ class TestNested:
         object.__setattr__(flat, "config", export.config["text_config"])
         assert_same_rotation(config.text_config, patched_model, handle, flat)
 
-    def test_sglang_gets_no_config_override(self):
+    def test_sglang_is_told_how_older_releases_read_a_nested_override(self):
+        """Test the words of 0.5.23, whose get_config updates a nested config by a nested dict."""
         patched_model, _ = self.make_patched(self.config(), "ntk", factor=4.0)
         export = rope_patch.export(patched_model, "sglang")
-        assert export.arguments == ["--context-length", str(4 * 32768)]
-        assert list(export.config) == ["text_config"]
-        assert "config.json" in export.notes[0]
+        assert json.loads(export.arguments[1]) == export.config
+        assert export.arguments[2:] == ["--context-length", str(4 * 32768)]
+        assert "older releases, which put" in export.notes[0]
 
     @pytest.mark.parametrize("start", ["auto", "unscaled"])
     @pytest.mark.parametrize("stale", [{"beta_fast": 16.0}, {"attention_factor": 1.5}])
@@ -313,7 +314,9 @@ class TestNested:
 
 
 class TestLatentAttention:
-    @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers", "transformers4"])
+    @pytest.mark.parametrize(
+        "engine", ["vllm", "sglang", "transformers", "transformers4", "mlx", "mlx-vlm", "llama.cpp"]
+    )
     def test_yarn_has_deepseeks_form(self, engine):
         patched_model = tiny_model("deepseek_v3")
         handle = rope_patch.patch(patched_model, "yarn", factor=4.0, kernels="hf")
@@ -330,13 +333,20 @@ class TestLatentAttention:
     def test_other_scalings_are_refused(self):
         patched_model = tiny_model("deepseek_v3")
         rope_patch.patch(patched_model, "linear", factor=4.0, kernels="hf")
-        for engine in OTHER_ENGINES:
-            with pytest.raises(rope_patch.Refused, match=r"latent attention|not known here"):
+        for engine in ("vllm", "sglang", "llama.cpp"):
+            with pytest.raises(rope_patch.Refused, match="latent attention takes"):
                 rope_patch.export(patched_model, engine)
+        for engine in ("mlx", "mlx-vlm"):  # sharpen by mscale_all_dim, which this form lacks
+            assert rope_patch.export(patched_model, engine).config["rope_scaling"] == {
+                "rope_type": "linear",
+                "factor": 4.0,
+            }
 
 
 class TestDeepseekV4:
-    """vLLM builds its rotation from two thetas and, on the compressed branches, YaRN."""
+    """Engines build its rotation from two thetas and, on the compressed branches, YaRN."""
+
+    ENGINES: ClassVar = ("vllm", "sglang", "llama.cpp", "mlx-vlm")
 
     PUBLISHED: ClassVar = {
         "rope_type": "yarn",
@@ -364,12 +374,25 @@ class TestDeepseekV4:
             (None, "abf", {"factor": 2.0}),
         ],
     )
-    def test_vllm_rotates_as_the_patched_model(self, parameters, method, request_):
+    def test_engines_rotate_as_the_patched_model(self, parameters, method, request_):
         config, model, handle = self.make_patched(parameters, method, **request_)
-        export = rope_patch.export(model, "vllm")
-        assert not export.needs_plugin
-        assert export.arguments[2:] == ["--max-model-len", "2097152"]
-        assert_same_rotation(config, model, handle, export)
+        for engine in self.ENGINES:
+            export = rope_patch.export(model, engine)
+            assert not export.needs_plugin
+            assert "2097152" in (export.arguments or [str(export.config)])[-1]
+            assert_same_rotation(config, model, handle, export)
+
+    def test_sglang_and_mlx_vlm_get_flat_fields(self):
+        """Their files read the YaRN and the windows' theta side by side, and no nested fields."""
+        _, model, _ = self.make_patched(self.PUBLISHED, "yarn", factor=2.0)
+        yarn = {**self.PUBLISHED, "factor": 32.0}
+        fields = rope_patch.export(model, "sglang").config["rope_parameters"]
+        assert fields == {**yarn, "rope_theta": 10000.0}
+        fields = rope_patch.export(model, "mlx-vlm").config
+        thetas = {"rope_theta": 10000.0, "compress_rope_theta": 160000.0}
+        assert fields == {"max_position_embeddings": 2097152, "rope_scaling": yarn, **thetas}
+        with pytest.raises(rope_patch.Refused, match="no model of deepseek_v4"):
+            rope_patch.export(model, "mlx")
 
     @pytest.mark.parametrize(
         ("parameters", "method", "request_"),
@@ -385,12 +408,12 @@ class TestDeepseekV4:
             ),
         ],
     )
-    def test_what_vllm_would_read_otherwise_is_refused(self, parameters, method, request_):
+    def test_what_engines_would_read_otherwise_is_refused(self, parameters, method, request_):
         _, model, _ = self.make_patched(parameters, method, **request_)
-        with pytest.raises(
-            rope_patch.Refused, match=r"compressed branches .*builds its YaRN itself"
-        ):
-            rope_patch.export(model, "vllm")
+        for engine in self.ENGINES:
+            with pytest.raises(rope_patch.Refused, match="compressed branches") as error:
+                rope_patch.export(model, engine)
+            assert ("builds its YaRN itself" in str(error.value)) == (engine == "vllm")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "cohere"])
