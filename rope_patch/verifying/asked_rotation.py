@@ -199,10 +199,12 @@ class AskedRotation:
         own = self.own_rotation()
         frequencies = dict(own.frequencies)
         for traits in self.traits:
+            if not traits.is_buffer_used:
+                frequencies |= reference_frequencies(traits.rotary, self.config, length)
+                continue
             module = build_rotary(traits.rotary, self.config)
-            positions = torch.tensor([[0, length - 1]])
             for layer_type in traits.frequencies:
-                call_rotary(module, torch.zeros(1), positions, layer_type)
+                call_rotary(module, torch.zeros(1), torch.tensor([[0, length - 1]]), layer_type)
             frequencies |= probe_frequencies(module, traits.rotary)
         return Rotation(frequencies, own.softmax_mscale)
 
