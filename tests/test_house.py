@@ -20,7 +20,7 @@ BUDGETS = {
     "": (1_350, 8),
     "benchmarks": (3_400, 14),
     "cli": (2_710, 24),
-    "diagnosing": (2_970, 10),
+    "diagnosing": (3_090, 11),
     "encodings": (4_200, 19),
     "evaluation": (10_250, 33),
     "exporting": (2_350, 14),

@@ -26,6 +26,7 @@ from rope_patch.diagnosing.live_checks import (
     outside_method_findings,
 )
 from rope_patch.diagnosing.subject import Subject, open_subject
+from rope_patch.diagnosing.vision_positions import vision_findings
 from rope_patch.extension import Extension
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method, build
@@ -148,6 +149,7 @@ def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis | Enco
         *adapter_findings(facts),
         *outside_method_findings(facts, built_method),
         *extensibility_findings(facts),
+        *vision_findings(facts, trained_in_config),
     ]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(

@@ -35,9 +35,6 @@ class ExtensionArguments:
     """Recipe keys for the model, its extension, and the trained weights."""
 
     model: str = field(default="", metadata={"help": "A folder, a name on the Hub, or demo."})
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Execute Python code that the model's folder brings."}
-    )
     method: str = field(
         default="", metadata={"help": "How to extend it: a name of `rope-patch methods`, or none."}
     )
@@ -76,6 +73,9 @@ class ExtensionArguments:
     dtype: str = field(
         default="float32",
         metadata={"help": "Weights and optimizer: float32 (with bf16: true, computing in bf16)."},
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Execute Python code that the model's folder brings."}
     )
     attention: str = field(
         default="sdpa", metadata={"help": "sdpa, flash_attention_2, flex_attention, eager, ..."}
