@@ -61,6 +61,8 @@ def headline(stats: RunStatistics, ranking: Ranking) -> str:
     best = ranking.best
     if best is None:
         return "Nothing was measured."
+    if stats.is_served and best == stats.plain:
+        return _served_headline(stats, best)
     usable = stats.effective_length(best)[0] if stats.lengths else None
     if usable is not None and usable > stats.trained_length:
         return _usable_length_headline(stats, ranking, best, usable)
@@ -79,6 +81,40 @@ def headline(stats: RunStatistics, ranking: Ranking) -> str:
     )
 
 
+def _served_headline(stats: RunStatistics, label: str) -> str:
+    """Return how far the model of a server, the only one that was measured, is usable."""
+    trained = f"the trained {stats.trained_length:,} tokens"
+    usable, reason = stats.effective_length(label) if stats.lengths else (None, "")
+    who = f"The {stats.plain_name}"
+    if usable is not None and usable > stats.trained_length:
+        times, kept = f"{usable / stats.trained_length:.3g}", stats.retention(label, usable)
+        clause = f": it keeps {share_with_interval(kept)} of its accuracy there" if kept else ""
+        return f"{who} is usable up to {usable:,} tokens, {times} times {trained}{clause}."
+    first = next(
+        (n for n in stats.lengths_beyond_training if stats.retention(label, n) is not None), None
+    )
+    if first is not None and (kept := stats.retention(label, first)) is not None:
+        return (
+            f"{who} is not shown to be usable beyond {trained}: at {first:,} it keeps "
+            f"{share_with_interval(kept)} of its accuracy."
+        )
+    lengths = stats.lengths_beyond_training or tuple(stats.lengths)
+    if (share := stats.accuracy(label, lengths=lengths)) is not None:
+        where = "beyond" if stats.lengths_beyond_training else "up to"
+        why = f" ({reason})" if stats.lengths_beyond_training else ""
+        return (
+            f"{who} answers {share_with_interval(share)} right {where} {trained}; how far it is "
+            f"usable is not shown{why}."
+        )
+    for beyond, where in ((True, "beyond"), (False, "up to")):
+        if (loss := stats.average(label, beyond=beyond)) is not None:
+            return (
+                f"{who} has a perplexity of {perplexity_with_interval(loss)} {where} {trained}; "
+                "no answers were measured, so how far it is usable is not shown."
+            )
+    return f"Nothing was measured that tells how far the {stats.plain_name} is usable."
+
+
 def _usable_length_headline(stats: RunStatistics, ranking: Ranking, best: str, length: int) -> str:
     times = f"{length / stats.trained_length:.3g}"
     who = (
@@ -86,7 +122,7 @@ def _usable_length_headline(stats: RunStatistics, ranking: Ranking, best: str, l
     )
     text = f"{who} up to {length:,} tokens, {times} times the trained {stats.trained_length:,}: it "
     if (retention := stats.retention(best, length)) is not None:
-        text += f"keeps {share_with_interval(retention)} of the plain model's accuracy there"
+        text += f"keeps {share_with_interval(retention)} of the {stats.plain_name}'s accuracy there"
     return f"{text}{_price_clause(stats, best)}{_rivals_clause(stats, ranking)}."
 
 
@@ -140,11 +176,11 @@ def _likelihood_headline(
     if outcome is Outcome.EQUAL:
         return (
             f"Use none of these methods at {length:,} tokens: with the best of them, {who}, the "
-            "right answers are exactly as likely as with the plain model "
+            f"right answers are exactly as likely as with the {stats.plain_name} "
             f"({n_text(difference)})."
         )
     if not verdict.is_shown:
-        leader = who if difference.estimate < 0 else "the plain model"
+        leader = who if difference.estimate < 0 else f"the {stats.plain_name}"
         likeliest = f"at {length:,} tokens: the right answers are the likeliest with {leader}, "
         if outcome is Outcome.TOO_FEW_TEXTS:
             few = "is too little" if texts == "1" else "are too few"
@@ -160,24 +196,25 @@ def _likelihood_headline(
     if outcome is Outcome.WORSE:
         return (
             f"Use none of these methods at {length:,} tokens: even with {who}, the best of them, "
-            f"the right answers are less likely than with the plain model {sure}."
+            f"the right answers are less likely than with the {stats.plain_name} {sure}."
         )
     if stats.floor is not None and not stats.reads_answers(best, length):
         return (
             f"This run cannot decide what to use at {length:,} tokens: with {who} the right "
-            f"answers are likelier than with the plain model {sure}, but not surely likelier than "
-            "where the text lacks them."
+            f"answers are likelier than with the {stats.plain_name} {sure}, but not surely "
+            "likelier than where the text lacks them."
         )
     return (
-        f"At {length:,} tokens use {_best_names(stats, ranking, best)} rather than the plain "
-        f"model: the right answers are likelier with it {sure}{_price_clause(stats, best)}"
-        f"{_rivals_clause(stats, ranking)}; that the model is usable there is not shown."
+        f"At {length:,} tokens use {_best_names(stats, ranking, best)} rather than the "
+        f"{stats.plain_name}: the right answers are likelier with it {sure}"
+        f"{_price_clause(stats, best)}{_rivals_clause(stats, ranking)}; that the model is usable "
+        "there is not shown."
     )
 
 
 def _accuracy_headline(stats: RunStatistics, best: str) -> str:
     """Return what accuracy says where no length is shown to be usable."""
-    who = "the plain model" if best == stats.plain else stats.names[best]
+    who = f"the {stats.plain_name}" if best == stats.plain else stats.names[best]
     far = stats.accuracy(best, lengths=stats.lengths_beyond_training)
     share = "" if far is None else share_with_interval(far)
     beyond = f"beyond the trained {stats.trained_length:,} tokens"
@@ -213,7 +250,7 @@ def _perplexity_headline(stats: RunStatistics, best: str) -> str:
     plain = stats.average(stats.plain, beyond=True) if stats.plain is not None else None
     text = f"{head}{beyond} is the lowest with {stats.names[best]}, {numbers}"
     if plain is not None:
-        text += f" against {perplexity_with_interval(plain)} of the plain model"
+        text += f" against {perplexity_with_interval(plain)} of the {stats.plain_name}"
     ratio, record = stats.ratio_to_control(best), stats.control_record
     if ratio is not None and record is not None:
         cut = f"with the text cut to its last {record['context']:,} tokens"
@@ -486,7 +523,7 @@ def _floor_sentence(stats: RunStatistics, best: str, length: int) -> str:
         return ""
     floor = stats.floor.mean.estimate
     text = (
-        "Without the answers in the text, the plain model gives them "
+        f"Without the answers in the text, the {stats.plain_name} gives them "
         f"{nats_text(floor)} nats a token"
     )
     if stats.reads_answers(best, length):

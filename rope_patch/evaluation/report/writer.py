@@ -217,6 +217,7 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
     took = "" if total is None else format_duration(total)
     per_text, precision = run.get("per_text"), run.get("precision")
     facts = {
+        **_server_facts(run),
         "Model": run.get("model"),
         "Architecture": run.get("architecture"),
         "Parameters": f"{count:,}" if count else None,
@@ -243,6 +244,23 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
         "Peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
     }
     return [(k, one_line(v)) for k, v in facts.items() if v is not None and v != ""]
+
+
+def _server_facts(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rows about a server; none for a model in one process."""
+    server = run.get("server")
+    if server is None:
+        return {}
+    limit = server["max_length"]
+    return {
+        "Served model": server["served_model"],
+        "Engine": server["engine"],
+        "Rotation of the server": server["rotation"],
+        "Limit of the server": "not said" if limit is None else f"{limit:,} tokens",
+        "Tokenizer": f"{server['tokenizer']} ({server['tokenizer_digest'][:19]})",
+        "Prompts": server["prompts"],
+        "Requests at once": server["concurrency"],
+    }
 
 
 def _continued_text(run: Mapping[str, Any]) -> str:

@@ -1,0 +1,58 @@
+"""The function `evaluate_server`: what `rope-patch eval URL` does, from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rope_patch.evaluation.entry_points import Evaluation
+
+
+def evaluate_server(
+    url: str,
+    tokenizer: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str] = "out",
+    show: Callable[[str], object] | None = None,
+    **options: Any,
+) -> Evaluation:
+    """Measure a model that a server holds, and write a report, as `rope-patch eval URL` does.
+
+    The server has OpenAI's completions and takes prompts of token ids, as vLLM, SGLang and
+    llama.cpp's server do. It is measured as it is: how it rotates was decided when it was started.
+    The folder keeps every answer: the same call continues an earlier one, also at another address.
+
+    Args:
+        url: The server's address, such as http://localhost:8000.
+        tokenizer: The model's tokenizer, with its config: a folder, a name on the Hub, or `demo`.
+        out: The folder of the report and of everything measured.
+        show: Called with the verdict, the first table and cautions as text, such as `print`.
+        **options: Fields of `ServedRequest` (`concurrency`, `timeout`, `tries`, `served_model`,
+            `verify`, `against`) and of `EvalRequest` (`lengths`, `tasks`, `samples`, ...).
+
+    Returns:
+        What was measured.
+
+    Raises:
+        ValueError: The request is invalid, or more than the server can do, found out before any
+            sample is asked; or the server stops answering, cuts prompts, or answers otherwise.
+        TypeError: An option is unknown.
+        OSError: The folder cannot be written to.
+    """
+    from rope_patch.evaluation.entry_points import Evaluation, request_fields
+    from rope_patch.evaluation.request import BASELINE, EvalRequest
+    from rope_patch.served.pipeline import run
+    from rope_patch.served.request import ServedRequest
+
+    names = {each.name for each in fields(ServedRequest)} - {"tokenizer"}
+    own = {name: options.pop(name) for name in list(options) if name in names}
+    served = ServedRequest(tokenizer=os.fspath(tokenizer), **own)
+    request = EvalRequest(**request_fields(url, [BASELINE], out, options))
+    overview: list[str] = []
+    results = run(request, served, overview.append)
+    if show is not None and overview:
+        show(*overview)
+    return Evaluation(results, request.folder, "".join(overview))
