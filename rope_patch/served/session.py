@@ -214,8 +214,8 @@ class ServedSession(Session):
             self.run_folder.write(name, body)
             return
         before = stored["log_probs"]
-        if now and len(before) == len(now):
-            apart = sum(abs(a - b) for a, b in zip(before, now, strict=True)) / len(now)
+        if both := before.keys() & now.keys():
+            apart = sum(abs(before[place] - now[place]) for place in both) / len(both)
             if apart > _SAME:
                 raise Refused(
                     f"{self.request.folder} holds answers of {self.server.model!r} at "
@@ -229,19 +229,20 @@ class ServedSession(Session):
                 stored["url"],
             )
 
-    def _probe(self) -> list[float]:
-        """Return the log-probabilities of a prompt's tokens; none where the server gives none."""
+    def _probe(self) -> dict[str, float]:
+        """Return the log-probabilities of a prompt's tokens, by their places; none without any."""
         limit = min(_PROBE_TOKENS, self.request.longest, (self.server.max_length or 2**31) - 1)
         text = texts.read_text("emma")[: 8 * _PROBE_TOKENS]
         ids = tuple(self.tokenizer(text).input_ids[:limit])
         if self.server.log_prob_fields is not None:
             losses = token_losses(self.model, list(ids), len(ids) - 1, "the same server?")
-            return [-loss for loss in losses.tolist()]
+            return {str(place): -loss for place, loss in enumerate(losses.tolist(), 1)}
         if not self.server.engine.is_slow:
-            return []
+            return {}
         # llama.cpp tells log-probabilities of next tokens, each by a request.
         scored = tuple(range(max(1, len(ids) - _FEW), len(ids)))
-        return list(self.server.engine.observe(ProbePrompt("probe", ids, scored)).log_probs)
+        seen = self.server.engine.observe(ProbePrompt("probe", ids, scored))
+        return dict(zip(map(str, seen.prompt.scored), seen.log_probs, strict=True))
 
 
 def tokenizer_text(tokenizer: Any) -> str:

@@ -565,19 +565,22 @@ class LlamaCppServer(Engine):
     def _next_tokens(self, ids: tuple[int, ...]) -> dict[int, float]:
         """Return the log-probability of each next token; every one, since any may be scored."""
         count = 2**20 if self.vocab_size is None else self.vocab_size
-        (token,) = self._complete(ids, n_predict=1, n_probs=count)
-        return {int(each["id"]): float(each["logprob"]) for each in token["top_logprobs"]}
+        tokens = self._complete(ids, n_predict=1, n_probs=count)
+        likely = tokens[0]["top_logprobs"] if tokens else []
+        return {int(each["id"]): float(each["logprob"]) for each in likely}
 
     def _complete(self, ids: tuple[int, ...], **fields: Any) -> list[dict[str, Any]]:
         body = {"prompt": list(ids), "temperature": 0.0, "cache_prompt": True, **fields}
         answer = self._client.post(_COMPLETION_PATH, body)
         tokens = answer.get("completion_probabilities") if isinstance(answer, dict) else None
-        if not tokens:
+        # Of a token that is a part of a character, the server says nothing until the rest is there.
+        is_partial = isinstance(answer, dict) and str(answer.get("content")).endswith("\ufffd")
+        if not tokens and not is_partial:
             raise CannotVerify(
                 f"{self.name} answers without completion_probabilities, expected them for n_probs: "
                 "use a release of 2025 or later"
             )
-        return tokens
+        return tokens or []
 
 
 def _vocabulary_size(client: JsonClient) -> int | None:
