@@ -20,7 +20,10 @@ Folder = Annotated[Path, typer.Option(help="Folder for the report and everything
 
 
 def run_and_report(
-    request: EvalRequest, as_json: bool, server: dict[str, Any] | None = None
+    request: EvalRequest,
+    as_json: bool,
+    server: dict[str, Any] | None = None,
+    other: str | None = None,
 ) -> None:
     """Run an evaluation and print its report; exit with 1 if a part of it is missing.
 
@@ -28,6 +31,7 @@ def run_and_report(
         request: What to evaluate.
         as_json: Whether to print JSON.
         server: The fields of `ServedRequest`, where the request's model is a server's address.
+        other: The address of a second server to compare it with.
     """
     with requires_extra("evaluation needs", "eval"):
         from rope_patch.evaluation.report.conclusions import find_gaps
@@ -35,10 +39,12 @@ def run_and_report(
         if server is None:
             from rope_patch.evaluation.pipeline import evaluate as run
         else:
-            from rope_patch.served.pipeline import run as run_served
+            from rope_patch.served import pipeline
             from rope_patch.served.request import ServedRequest
 
-            run = partial(run_served, served=ServedRequest(**server))
+            run = partial(pipeline.run, served=ServedRequest(**server))
+            if other is not None:
+                run = partial(pipeline.run_two, other=other, served=ServedRequest(**server))
     with handle_interrupt():
         results = run(request, show=None if as_json else show)
     show_report(request.folder, as_json)

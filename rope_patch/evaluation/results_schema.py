@@ -277,10 +277,12 @@ class LaterModelFacts(TypedDict, total=False):
     Attributes:
         quantization: What the weights were quantised to after loading; None without.
         server: The server that held the model; a model in this process has none.
+        servers: The servers by label, where several are compared.
     """
 
     quantization: str | None
     server: ServerRecord
+    servers: Mapping[str, ServerRecord]
 
 
 class ModelFacts(LaterModelFacts):

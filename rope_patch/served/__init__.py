@@ -12,5 +12,10 @@ prompts through lm-eval's client of such APIs.
 from rope_patch.utils.lazy_exports import export_lazily
 
 export_lazily(
-    __name__, {"entry_point": "evaluate_server", "pipeline": "run", "request": "ServedRequest"}
+    __name__,
+    {
+        "entry_point": "compare_servers evaluate_server",
+        "pipeline": "run run_two",
+        "request": "ServedRequest",
+    },
 )

@@ -160,7 +160,7 @@ class ServedSession(Session):
             "peak_memory": None,
             "hardware": None,
             "quantization": None,
-            "device": f"the server {server.url}",
+            "device": "a server",
             "server": record,
         }
 

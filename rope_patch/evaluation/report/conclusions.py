@@ -34,7 +34,7 @@ from rope_patch.evaluation.report.table import (
     share_with_interval,
 )
 from rope_patch.evaluation.results_schema import RunRecord, SampleRecord
-from rope_patch.statistics import MeanTest, Outcome, Verdict
+from rope_patch.statistics import SIGNIFICANCE_LEVEL, MeanTest, Outcome, Verdict
 
 MAX_ROWS = 8  # rows that a table shows of each group of methods; the rest is folded
 
@@ -63,6 +63,8 @@ def headline(stats: RunStatistics, ranking: Ranking) -> str:
         return "Nothing was measured."
     if stats.is_served and best == stats.plain:
         return _served_headline(stats, best)
+    if stats.is_served and len(stats.labels) == 2:
+        return _servers_headline(stats, best)
     usable = stats.effective_length(best)[0] if stats.lengths else None
     if usable is not None and usable > stats.trained_length:
         return _usable_length_headline(stats, ranking, best, usable)
@@ -113,6 +115,46 @@ def _served_headline(stats: RunStatistics, label: str) -> str:
                 "no answers were measured, so how far it is usable is not shown."
             )
     return f"Nothing was measured that tells how far the {stats.plain_name} is usable."
+
+
+def _servers_headline(stats: RunStatistics, other: str) -> str:
+    """Return which of two servers does better on the same questions."""
+    first, second = stats.names[str(stats.plain)], stats.names[other]
+    length = stats.verdict_length
+    if length is not None and (verdict := stats.verdicts_on_plain(length).get(other)):
+        numbers = (
+            f"difference {nats_text(verdict.test.mean.estimate)} nats a token, "
+            f"{_interval_text(verdict.test)}, {p_text(verdict.p_value)}"
+        )
+        if verdict.is_shown:
+            more = "likelier" if verdict.outcome is Outcome.BETTER else "less likely"
+            return (
+                f"At {length:,} tokens the right answers are {more} with {second} than with "
+                f"{first}: {numbers}."
+            )
+        if verdict.outcome is Outcome.EQUAL:
+            return (
+                f"At {length:,} tokens the right answers are exactly as likely with {second} as "
+                f"with {first} ({n_text(verdict.test.mean)})."
+            )
+        few = f" ({verdict.least_texts} texts decide)"
+        few = few if verdict.outcome is Outcome.TOO_FEW_TEXTS else ""
+        return (
+            f"This run cannot tell {second} from {first} at {length:,} tokens by how likely the "
+            f"right answers are{few}: {numbers}."
+        )
+    if (compared := stats.accuracy_comparisons().get(other)) is None:
+        return f"No question was answered by both {first} and {second}."
+    test, p_value = compared
+    numbers = (
+        f"{points_text(test.difference.estimate)} points ({points_range(test.difference)}, "
+        f"{n_text(test.difference)}, {p_text(p_value)})"
+    )
+    at = f"{stats.lengths[-1]:,} tokens"
+    if p_value < SIGNIFICANCE_LEVEL:
+        more = "more" if test.difference.estimate > 0 else "fewer"
+        return f"At {at} {second} answers {more} questions right than {first}: {numbers}."
+    return f"This run cannot tell {second} from {first} at {at} by right answers: {numbers}."
 
 
 def _usable_length_headline(stats: RunStatistics, ranking: Ranking, best: str, length: int) -> str:

@@ -86,9 +86,10 @@ def summary_warnings(stats: RunStatistics) -> Iterator[str]:
                 f"{share_with_interval(accuracy)} at {length:,} tokens; its scores do not show "
                 "retrieval."
             )
-    server = stats.run.get("server")
-    if server is not None and not server["rotates_as_asked"]:
-        yield f"How the server rotates: {one_line(server['rotation'])}."
+    for label, server in stats.servers.items():
+        if not server["rotates_as_asked"]:
+            name = f"server {label}" if label else "the server"
+            yield f"How {name} rotates: {one_line(server['rotation'])}."
     if count := len(stats.failures):
         yield f"{count} sample{'s' if count > 1 else ''} failed and count in no number here."
 

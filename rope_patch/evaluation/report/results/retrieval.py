@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -14,6 +14,7 @@ from rope_patch.evaluation.results_schema import (
     RunMetadata,
     RunRecord,
     SampleRecord,
+    ServerRecord,
     UnscoredSample,
 )
 from rope_patch.statistics import Interval, PairedTest
@@ -72,10 +73,17 @@ class RunResults:
     @cached_property
     def names(self) -> dict[str, str]:
         """Return how each label reads in a sentence."""
+        prefix = "server " if self.is_served else ""
         return {
-            label: self.plain_name if label == self.plain else one_line(label)
+            label: self.plain_name if label == self.plain else f"{prefix}{one_line(label)}"
             for label in self.labels
         }
+
+    @property
+    def servers(self) -> Mapping[str, ServerRecord]:
+        """Return the servers by label; "" for the only one, none for models in this process."""
+        several = self.run.get("servers")
+        return several or ({"": self.run["server"]} if self.is_served else {})
 
     @cached_property
     def colour_names(self) -> dict[str, str]:
