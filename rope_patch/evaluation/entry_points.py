@@ -138,7 +138,7 @@ def _refuse_address(model: object) -> None:
     if is_address(model):
         raise Refused(
             "expected a checkpoint's folder, its name on the Hub or `demo`, got the address "
-            f"{model!r}: call rope_patch.evaluate_server(url, tokenizer=...)"
+            f"{model!r}: call rope_patch.evaluate_server or compare_servers"
         )
 
 
