@@ -368,6 +368,8 @@ class ServedLM(QuestionLM, Completions):
         by_key = {question.key: question for question in questions}
         # Neighbours begin alike, so the server's prefix caching reads a beginning once.
         pending = sorted(self._answers.missing(by_key.values()), key=lambda question: question.ids)
+        if not pending:
+            return
         last = time.monotonic()
         with self._progress_bar(sum(question.tokens for question in pending)) as bar:
 

@@ -167,7 +167,9 @@ class ServedSession(Session):
     def _compute(self, pieces: Mapping[str, CachedComputation[Any]]) -> None:
         """Compute and store pieces, as many at once as the server is asked."""
         total = sum(piece.length for piece in pieces.values())
-        bar = progress_bar(total=total, disable=not pieces, unit="tok", unit_scale=True)
+        bar = progress_bar(
+            total=total, disable=not pieces, unit="tok", unit_scale=True, desc="documents"
+        )
         with bar, ThreadPoolExecutor(self.served.concurrency) as pool:
 
             def compute(key: str) -> None:

@@ -1,11 +1,13 @@
 """Test evaluations of a server: equal numbers, resuming, and what the report says of the server."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from conftest import PARTS
 from helpers.commands import run_in_this_process
+from helpers.engine_server import EngineServer
 from helpers.evaluations import (
     ASSETS,
     TEXT,
@@ -17,6 +19,9 @@ from helpers.evaluations import (
 )
 from helpers.kept_predictions import kept_predictions
 from helpers.schema import problems
+from helpers.undrawn import leave_undrawn
+from helpers.user_tasks import write_tasks
+from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.evaluation import RunRecord
@@ -74,15 +79,41 @@ def test_a_server_scores_as_its_model_does_in_this_process(
     assert list(problems(results, RunRecord)) == []
 
 
+def close(value, other):
+    """Return whether two results are equal, their numbers up to the rounding of float32."""
+    if isinstance(value, dict):
+        pairs = ((value[key], other.get(key)) for key in value)
+        return value.keys() == other.keys() and all(close(a, b) for a, b in pairs)
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(close, value, other))
+    return value == (pytest.approx(other, rel=1e-3, abs=NATS) if type(value) is float else other)
+
+
+def test_users_tasks_key_tokens_and_windows_are_those_of_this_process(tmp_path, make_server):
+    asked = {
+        "tasks": ["my_lists", "my_sums", "my_pages", "key_tokens", "sliding"],
+        "include_paths": [str(write_tasks(tmp_path / "tasks"))],
+        **{"lengths": [128, 448], "stride": 32, "windows": 2, "texts": [TEXT]},
+    }
+    local = rope_patch.evaluate(TINY, ["none"], out=tmp_path / "local", **asked).results
+    with make_server(model=AutoModelForCausalLM.from_pretrained(TINY)).running() as url:
+        served = rope_patch.evaluate_server(
+            url, TINY, out=tmp_path / "served", verify=False, **asked
+        ).results
+    assert served["run"]["not_run"] == served["run"]["failed"] == []
+    for part in ("retrieval", "harness", "perplexity"):
+        expected = json.loads(json.dumps(local[part]).replace('"none"', '"served"'))
+        if part == "perplexity":
+            expected["key_tokens"]["evaluator"] = "the served model"
+        assert close(json.loads(json.dumps(served[part])), expected), part
+
+
 # -- resuming --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def finished(served_model, tokenizer, tmp_path_factory):
     """Return the folder and the results of a run that was not interrupted, and its prompts."""
-    from helpers.engine_server import EngineServer
-    from helpers.undrawn import leave_undrawn
-
     folder = tmp_path_factory.mktemp("finished")
     server = EngineServer(served_model, tokenizer=tokenizer)
     with pytest.MonkeyPatch.context() as monkeypatch, server.running() as url:
@@ -133,8 +164,6 @@ def test_a_server_that_dies_loses_nothing(make_server, finished, tmp_path):
 
 
 def test_answers_of_another_rotation_are_not_mixed(make_server, finished):
-    from transformers import AutoModelForCausalLM
-
     plain = AutoModelForCausalLM.from_pretrained(TINY)
     folder, _, _ = finished
     with (
@@ -148,8 +177,6 @@ def test_answers_of_another_rotation_are_not_mixed(make_server, finished):
 
 
 def one_task(asked):
-    from dataclasses import replace
-
     return replace(asked, tasks=("rp_recall_ll",), lengths=(200,), depths=(20, 50, 80))
 
 
@@ -218,8 +245,6 @@ def test_the_report_says_what_was_measured_and_how_it_rotates(make_server, tmp_p
 
 
 def test_a_server_that_rotates_as_asked_is_said_to(tmp_path, make_server):
-    from transformers import AutoModelForCausalLM
-
     plain = AutoModelForCausalLM.from_pretrained(TINY)
     with make_server(model=plain).running() as url, kept_predictions():
         evaluation = rope_patch.evaluate_server(
