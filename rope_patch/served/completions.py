@@ -160,6 +160,13 @@ class Completions(LocalCompletionsAPI):
             raise _Passing(
                 f"no server answers at {self.base_url} ({describe_error(error)})"
             ) from error
+        except Refused:
+            raise
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise CannotVerify(
+                f"{self.base_url} answers in an unknown form ({describe_error(error)}), expected "
+                "OpenAI's completions"
+            ) from error
 
     async def _answer(self, session: ClientSession, question: Question) -> Answer:
         text = ""
@@ -171,7 +178,7 @@ class Completions(LocalCompletionsAPI):
             choice = await self._choice(session, payload)
             text = choice["text"]
             if not isinstance(text, str):
-                raise CannotVerify(f"{self.base_url} answers without a text: {one_line(choice)}")
+                raise TypeError(f"its text is {one_line(text, 60)}")
             for stop in question.until:
                 text = text.split(stop)[0]
         if question.target and self._server.log_prob_fields is not None:
@@ -203,16 +210,9 @@ class Completions(LocalCompletionsAPI):
             body = await _read(response)
         if response.status != 200:
             raise HttpError(self.base_url, response.status, error_message(body))
-        try:
-            answer = parse_json(body)
-            choice = answer["choices"][0]
-        except (ValueError, TypeError, LookupError) as error:
-            raise CannotVerify(
-                f"{self.base_url} answers in an unknown form ({describe_error(error)}), expected "
-                "OpenAI's completions"
-            ) from error
+        answer = parse_json(body)
         require_whole_prompt(answer, len(payload["prompt"]), self._server.url)
-        return choice
+        return answer["choices"][0]
 
 
 class _Passing(Exception):
@@ -230,7 +230,7 @@ class _Run:
 
     def warn(self, message: str) -> None:
         """Say once of each kind of error that requests are sent again."""
-        kind = message[:60]
+        kind = message.partition(": ")[0].partition(" tokens")[0].rstrip("0123456789,")
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s: trying again", message)

@@ -110,6 +110,30 @@ def test_a_server_without_the_likeliest_tokens(make_server, tmp_path):
         assert "which token is the likeliest" in refusal(url, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"choices": []},
+        {"choices": [None]},
+        {"choices": [{"text": None}]},
+        {"choices": [{"logprobs": {"token_logprobs": "none"}}]},
+    ],
+    ids=str,
+)
+def test_answers_in_an_unknown_form(make_server, tmp_path, broken):
+    server = make_server()
+    complete = server._complete
+
+    def of_long_prompts(body):
+        status, answer = complete(body)
+        return status, {**answer, **broken} if len(body["prompt"]) > 190 else answer
+
+    server._complete = of_long_prompts
+    with server.running() as url:
+        message = refusal(url, tmp_path, tasks=["rp_recall"])
+    assert "unknown form" in message or "log-probabilities of 0 tokens" in message
+
+
 @pytest.mark.parametrize("api", ["llama.cpp", "openai"])
 def test_likelihoods_of_a_server_without_them(make_server, tmp_path, api):
     names = ["rp_recall", "rp_recall_ll", "rp_recall_mc", "perplexity", "rp_short_cloze"]
