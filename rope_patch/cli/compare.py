@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rope_patch.cli import options
-from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
-from rope_patch.cli.options import option
+from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report, server_fields
+from rope_patch.cli.options import argument, option
 from rope_patch.cli.runtime import command_line, requires_extra
 
 
@@ -19,7 +19,8 @@ class _SampleOptions(options.SampleOptions):
 
 def compare(
     *,
-    model: options.Model,
+    model: str = argument(..., f"{options.MODEL} Or the address of a running server."),
+    other: str | None = argument(None, "The address of a second server to compare it with."),
     method: list[str] | None = option(
         None,
         "A method, or the folder of a search's result; several, or by commas: "
@@ -43,6 +44,7 @@ def compare(
     text_options: options.TextOptions,
     method_options: options.MethodOptions,
     loading: options.MeasuredLoadingOptions,
+    server_options: options.ServerOptions,
     seed: options.Seed = 42,
     out: Folder = Path("out"),
     as_json: options.Json = False,
@@ -53,11 +55,24 @@ def compare(
     samples, with intervals and paired tests, and with the controls that show what the numbers are
     worth. Needs --factor or --length unless all methods follow the length.
 
+    Two addresses are compared as they are served, question by question: the same model with two
+    rotations, on two engines, or quantised in two ways.
+
     \b
     Examples:
       rope-patch compare demo --method none,linear,yarn --factor 2 --lengths 4096,8192,12288
       rope-patch compare ./my-model --factor 4 --precision 0.05 --out comparison
+      rope-patch compare http://localhost:8000 http://localhost:8001 --tokenizer ./my-model
     """
+    server = server_fields(model, server_options)
+    if (server is None) != (other is None):
+        raise ValueError(
+            "two servers are compared with one another, or methods on a model: expected two "
+            f"addresses or one model, got {model} and {other or 'no second address'}; "
+            "`rope-patch eval URL` measures one server"
+        )
+    if server is not None and method is not None:
+        raise ValueError("--method goes with a model, got servers, which rotate as they started")
     chosen = parse_methods(
         ["none", *(method or [])], method_options.trained_length, method_options.start
     )
@@ -70,10 +85,12 @@ def compare(
     }
     with requires_extra("evaluation needs", "eval"):
         from rope_patch.evaluation.profiles import DEFAULT_METHODS, comparison_request
-    if method is None:
+    if server is not None:
+        chosen["methods"] = ("none",)
+    elif method is None:
         chosen["methods"] = DEFAULT_METHODS
     request = comparison_request(
-        model,
+        model if server is None else server["tokenizer"],
         factor=factor,
         length=length,
         tasks=tuple(options.split_commas(tasks)) if tasks else (),
@@ -84,4 +101,6 @@ def compare(
         **chosen,
         **parsed,
     )
-    run_and_report(request, as_json)
+    if server is not None:
+        request = replace(request, model=model)
+    run_and_report(request, as_json, server, other)

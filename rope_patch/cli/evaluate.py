@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.cli import options
-from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
-from rope_patch.cli.options import option
+from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report, server_fields
+from rope_patch.cli.options import argument, option
 from rope_patch.cli.runtime import command_line, requires_extra
 
 
 def evaluate(
     *,
-    model: options.Model,
-    method: list[str] = option(
-        ...,
+    model: str = argument(..., f"{options.MODEL} Or a running server's address, http://HOST:PORT."),
+    method: list[str] | None = option(
+        None,
         "A method, `none` for the model as it is, or the folder of a search's result; several are "
-        "compared.",
+        "compared. None with a server, which rotates as it was started.",
     ),
     factor: options.Factor = None,
     length: options.Length = None,
@@ -45,6 +45,7 @@ def evaluate(
     short_samples: int = option(100, "Samples of each ordinary short task.", min=1),
     method_options: options.MethodOptions,
     loading: options.MeasuredLoadingOptions,
+    server_options: options.ServerOptions,
     seed: options.Seed = 42,
     engine: str | None = option(
         None,
@@ -56,6 +57,9 @@ def evaluate(
 ) -> None:
     """Measure methods on a model, and write a report.
 
+    The model is loaded here, or it is what a server holds (vLLM, SGLang, llama.cpp): that one is
+    measured as it is, with prompts of token ids.
+
     Writes report.html (one file, no network), report.md, report.json, the figures, and lm-eval's
     own results. The same command continues a run that was stopped, and tries again what failed.
     Nothing is downloaded but the model: texts and samples come with the package. On several GPUs:
@@ -66,9 +70,13 @@ def evaluate(
       rope-patch eval demo --method none --method yarn --factor 2 --lengths 4096,12288
       rope-patch eval ./my-model --method yarn --factor 4 --tasks perplexity --text book.txt
       rope-patch eval ./my-model --method none,yarn --factor 4 --tasks rp_ruler --precision 0.05
+      rope-patch eval http://localhost:8000 --tokenizer ./my-model --lengths 4096,32768
     """
+    server = server_fields(model, server_options)
+    if method is None and server is None:
+        raise ValueError("name at least one --method, `none` for the model as it is")
     parsed: dict[str, Any] = {
-        **parse_methods(method, method_options.trained_length, method_options.start),
+        **parse_methods(method or ["none"], method_options.trained_length, method_options.start),
         "lengths": tuple(options.parse_ints("lengths", lengths, minimum=1)),
         **sample_options.arguments(),
         **text_options.arguments(),
@@ -95,8 +103,10 @@ def evaluate(
         **parsed,
     )
     if engine is None:
-        run_and_report(request, as_json)
+        run_and_report(request, as_json, server)
         return
+    if server is not None:
+        raise ValueError("--engine prints commands for a model's folder, got a server's address")
     with requires_extra("evaluation needs", "eval"):
         from rope_patch.evaluation.report import vllm_commands
 

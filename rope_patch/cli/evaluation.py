@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from rope_patch.cli import options
 from rope_patch.cli.runtime import VERDICT, handle_interrupt, requires_extra, show, show_report
+from rope_patch.evaluation.entry_points import is_address
 from rope_patch.methods import list_methods
 
 if TYPE_CHECKING:
@@ -17,17 +19,60 @@ if TYPE_CHECKING:
 Folder = Annotated[Path, typer.Option(help="Folder for the report and everything measured.")]
 
 
-def run_and_report(request: EvalRequest, as_json: bool) -> None:
-    """Run an evaluation and print its report; exit with 1 if a part of it is missing."""
+def run_and_report(
+    request: EvalRequest,
+    as_json: bool,
+    server: dict[str, Any] | None = None,
+    other: str | None = None,
+) -> None:
+    """Run an evaluation and print its report; exit with 1 if a part of it is missing.
+
+    Args:
+        request: What to evaluate.
+        as_json: Whether to print JSON.
+        server: The fields of `ServedRequest`, where the request's model is a server's address.
+        other: The address of a second server to compare it with.
+    """
     with requires_extra("evaluation needs", "eval"):
-        from rope_patch.evaluation.pipeline import evaluate
         from rope_patch.evaluation.report.conclusions import find_gaps
 
+        if server is None:
+            from rope_patch.evaluation.pipeline import evaluate as run
+        else:
+            from rope_patch.served import pipeline
+            from rope_patch.served.request import ServedRequest
+
+            run = partial(pipeline.run, served=ServedRequest(**server))
+            if other is not None:
+                run = partial(pipeline.run_two, other=other, served=ServedRequest(**server))
     with handle_interrupt():
-        results = evaluate(request, None if as_json else show)
+        results = run(request, show=None if as_json else show)
     show_report(request.folder, as_json)
     if find_gaps(results):  # the report and stderr name them
         raise typer.Exit(VERDICT)
+
+
+def server_fields(model: str, server: options.ServerOptions) -> dict[str, Any] | None:
+    """Return the fields of `ServedRequest` if a model is a server's address, else None.
+
+    Raises:
+        ValueError: An address without --tokenizer, or options of servers without an address.
+    """
+    given = server.arguments()
+    if not is_address(model):
+        if given:
+            name = next(iter(given)).replace("_", "-")
+            raise ValueError(
+                f"--{name} goes with a server's address, such as http://localhost:8000, got "
+                f"{model!r}: leave it out, or give the address"
+            )
+        return None
+    if "tokenizer" not in given:
+        raise ValueError(
+            f"{model} is a server: expected --tokenizer MODEL, whose tokenizer makes the prompts; "
+            "give the folder or the name of the model that it serves"
+        )
+    return given
 
 
 def parse_methods(words: list[str], trained_length: int | None, start: str) -> dict[str, Any]:

@@ -263,6 +263,40 @@ class SampleOptions(OptionGroup):
 
 
 @dataclass(frozen=True)
+class ServerOptions(OptionGroup):
+    """How a server is asked, where one stands for the model."""
+
+    tokenizer: str | None = option(
+        None,
+        "With a server's address: the model whose tokenizer makes the prompts, a folder (weights "
+        "are not needed), a name on the Hub, or `demo`.",
+    )
+    served_model: str | None = option(None, "The served model's name, where a server has several.")
+    concurrency: int | None = option(None, "Requests to the server at once; 8.", min=1)
+    timeout: int | None = option(
+        None, "Seconds that the server may take for one request; 600.", min=1
+    )
+    tries: int | None = option(
+        None,
+        "How often a request is sent, with growing waits, while the server is busy or gone; 8.",
+        min=1,
+    )
+    verify: bool | None = option(
+        None,
+        "Whether to find out first how the server rotates, as `rope-patch verify` does, against "
+        "--against or the weights beside the tokenizer; it does.",
+        "--verify/--no-verify",
+    )
+    against: str | None = option(
+        None, "The model with the weights to verify against, where the tokenizer's folder has none."
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the options that were given."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
 class TextOptions(OptionGroup):
     """What prompts and documents are made of, and whose tasks there are."""
 

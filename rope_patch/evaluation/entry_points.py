@@ -91,7 +91,8 @@ def evaluate(
     """
     from rope_patch.evaluation.request import EvalRequest
 
-    return _run(EvalRequest(**_fields(model, methods, out, options)), show)
+    _refuse_address(model)
+    return _run(EvalRequest(**request_fields(model, methods, out, options)), show)
 
 
 @takes_remote_code
@@ -125,15 +126,40 @@ def compare(
     """
     from rope_patch.evaluation.profiles import DEFAULT_METHODS, comparison_request
 
+    _refuse_address(model)
     methods = DEFAULT_METHODS if methods is None else methods
-    request = comparison_request(profile=profile, **_fields(model, methods, out, options))
+    request = comparison_request(profile=profile, **request_fields(model, methods, out, options))
     return _run(request, show)
 
 
-def _fields(
+def is_address(model: object) -> bool:
+    """Return whether a model is named by a server's address."""
+    return isinstance(model, str) and model.lower().startswith(("http://", "https://"))
+
+
+def _refuse_address(model: object) -> None:
+    if is_address(model):
+        raise Refused(
+            "expected a checkpoint's folder, its name on the Hub or `demo`, got the address "
+            f"{model!r}: call rope_patch.evaluate_server or compare_servers"
+        )
+
+
+def request_fields(
     model: Any, methods: Sequence[str], out: str | os.PathLike[str], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of a request, with its sequences as tuples."""
+    """Return the fields of a request, with its sequences as tuples.
+
+    Args:
+        model: See `evaluate`, or a server's address.
+        methods: See `evaluate`.
+        out: See `evaluate`.
+        options: The other fields of `EvalRequest`.
+
+    Raises:
+        ValueError: A text where a list is expected.
+        TypeError: See `evaluate`.
+    """
     from rope_patch.evaluation.request import EvalRequest
 
     if not isinstance(model, str | os.PathLike):

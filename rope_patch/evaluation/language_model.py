@@ -1,16 +1,21 @@
-"""LongContextLM: a live model as lm-eval's, with prefix sharing and stored answers."""
+"""Language models for lm-eval whose answers are stored: a live model, and what others build on.
+
+`QuestionLM` turns lm-eval's requests into questions and gives stored answers back. `LongContextLM`
+answers them with a live model, and shares what prompts begin with.
+"""
 
 from __future__ import annotations
 
-import logging
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows
 from tqdm import tqdm
@@ -48,94 +53,6 @@ class Window:
         return len(self.ids) - 1
 
 
-class RollingLikelihood:
-    """The part of `LongContextLM` that scores whole documents.
-
-    Documents are split as lm-eval splits them: disjoint targets, each window with as many tokens
-    before its targets as fit; the first begins with the tokenizer's prefix token. A window is one
-    pass, and the logits of a few hundred positions exist at once.
-
-    Attributes:
-        rolling_window: Tokens of a window; `max_length` if None.
-    """
-
-    rolling_window: int | None = None
-    prompt_tokens: int
-    computed_tokens: int
-    model: Any
-    max_length: int
-    prefix_token_id: int
-    tok_encode: Callable[..., list[int]]
-    _answers: AnswerStore
-    _identity: Callable[[int, int], Any]
-    _processes: Processes
-    _progress_bar: Callable[[int], Any]
-    _record_failure: Callable[[dict[str, Any], Any], str | None]
-    _sync: Callable[[], None]
-    _quiet: bool
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of documents, in nats; NaN where a window failed."""
-        self._quiet = disable_tqdm
-        windows = [self._windows(request.args[0]) for request in requests]
-        self._answer_windows([window for document in windows for window in document])
-        likelihoods = []
-        for document, request in zip(windows, requests, strict=True):
-            answers = [self._answers[window.key] for window in document]
-            failed = [answer for answer in answers if "error" in answer]
-            if failed:
-                self._record_failure(failed[0], request)
-            nats = (answer.get("log_likelihood", math.nan) for answer in answers)
-            likelihoods.append(float(sum(nats)))
-        return likelihoods
-
-    def _windows(self, text: str) -> list[Window]:
-        size = self.rolling_window or self.max_length
-        pairs = get_rolling_token_windows(
-            token_list=self.tok_encode(text),
-            prefix_token=self.prefix_token_id,
-            max_seq_len=size,
-            context_len=1,
-        )
-        windows = []
-        for read, targets in pairs:
-            identity = self._identity(len(read), len(read))
-            key = answer_key(identity, "rolling", read, targets)
-            windows.append(Window(key, [*read, targets[-1]], len(targets)))
-        return windows
-
-    def _answer_windows(self, windows: list[Window]) -> None:
-        """Score the windows that have no answer, divided between processes; record failures."""
-        by_key = {window.key: window for window in windows}
-        missing = self._processes.broadcast(
-            [key for key in by_key if not self._answers.is_answered(key)]
-        )
-        pending = [by_key[key] for key in missing]
-        mine = self._processes.own_share(pending, lambda window: window.tokens)
-        with self._progress_bar(sum(window.tokens for window in mine)) as bar:
-            for window in mine:
-                try:
-                    losses = token_losses(
-                        self.model, window.ids, window.scored, "a window", read_last=False
-                    )
-                    answer: dict[str, Any] = {"log_likelihood": -losses.double().sum().item()}
-                except Exception as error:
-                    answer = {"error": describe_error(error)}
-                self._answers.put(window.key, answer)
-                bar.update(window.tokens)
-                self.prompt_tokens += window.tokens
-                self.computed_tokens += window.tokens
-        self._sync()
-
-
-BATCHABLE_TOKENS = 512  # tokens; questions up to this length are read in batches
-_BATCH_TOKENS = {"cpu": 4096}
-_GPU_BATCH_TOKENS = 32768
-_MAX_BATCH_LOGITS = 2**28  # numbers in the logits of a batch: 1 GB in float32
-
-logger = logging.getLogger("rope_patch")
-
-
 class Response(str):
     """A generated text with the log-likelihood of the right answer after the same prompt.
 
@@ -148,29 +65,15 @@ class Response(str):
     error: str | None = None
 
 
-class LongContextLM(RollingLikelihood, HFLM):
-    """A live model for lm-eval.
+class QuestionLM(TemplateLM):
+    """The part of a language model for lm-eval that asks questions and stores their answers.
 
-    lm-eval's own class cuts prompts on the left when they are too long, and makes logits for every
-    position. This one refuses such prompts, asks the model only for the logits that are read, reads
-    what prompts begin with in common once, decodes the answers to questions on one text together,
-    scores all targets of a prompt in one pass, keeps every answer, and goes on after a failure.
+    A subclass answers them: it scores targets, writes texts, and scores windows of documents. It
+    calls `_set_up` first.
 
-    Which questions are computed together depends on the questions alone, so that neither sharing
-    nor an earlier run's answers change a result. Where the rotation depends on the length, or the
-    cache drops keys, questions are answered one by one.
-
-    Args:
-        model: A transformers model, patched or not.
-        tokenizer: Its tokenizer.
-        max_length: Tokens of the longest sample, whatever the model's config says.
-        model_info: What to record of the model in lm-eval's results.
-        answers: Where answers are kept; in memory unless given.
-        identity: What answers depend on besides the prompts (weights, patch, dtype, kernels), given
-            how many tokens the prompt has, and with the answer.
-        share: Whether to read common beginnings once.
-        label: Says on the progress bar what runs.
-        processes: Those that share the work; this one does all of it unless given.
+    Documents are split as lm-eval splits them: disjoint targets, each window with as many tokens
+    before its targets as fit; the first begins with the tokenizer's prefix token. A window is one
+    pass, and the logits of a few hundred positions exist at once.
 
     Attributes:
         failures: Why a sample has no answer, by its task and its number in it (lm-eval's doc_id).
@@ -179,30 +82,24 @@ class LongContextLM(RollingLikelihood, HFLM):
         computed_tokens: Tokens that went through the model for them.
         earlier_seconds: Time that an earlier run took for its answers that were used.
         stored_seconds: Time of all answers that were used, as it is stored with them.
+        rolling_window: Tokens of a document's window; `max_length` if None.
         tasks: lm-eval's task objects, if known: questions of theirs that ask for texts are answered
             together with those that score targets, so that prompts they share are read once.
     """
 
-    def __init__(
+    rolling_window: int | None = None
+    max_length: int
+    max_gen_toks: int
+
+    def _set_up(
         self,
-        model: Any,
-        tokenizer: Any,
-        max_length: int,
         model_info: dict[str, Any],
-        *,
-        answers: AnswerStore | None = None,
-        identity: Callable[[int, int], Any] = lambda length, end: None,
-        share: bool = True,
-        label: str = "",
+        answers: AnswerStore | None,
+        identity: Callable[[int, int], Any],
+        label: str,
         processes: Processes | None = None,
     ) -> None:
-        super().__init__(
-            pretrained=model,
-            tokenizer=tokenizer,
-            batch_size=1,
-            max_length=max_length,
-            softmax_dtype="float32",
-        )
+        """Begin without answers but the stored ones; see `LongContextLM` for the arguments."""
         self.failures: dict[tuple[str, int], str] = {}
         self.prompt_tokens = 0
         self.computed_tokens = 0
@@ -211,30 +108,23 @@ class LongContextLM(RollingLikelihood, HFLM):
         self._model_info = model_info
         self._answers = AnswerStore() if answers is None else answers
         self._identity = identity
-        self._share = share
         self._label = label
         self._processes = processes or Processes(alone=True)
         self.tasks: Sequence[Any] = ()
         self._quiet = False
         self._last_answers: list[dict[str, Any]] = []
-        device_type = input_device(model).type
-        self._batch_tokens = min(
-            _BATCH_TOKENS.get(device_type, _GPU_BATCH_TOKENS),
-            max(
-                _MAX_BATCH_LOGITS // model.config.get_text_config(decoder=True).vocab_size,
-                BATCHABLE_TOKENS,
-            ),
-        )
 
-    def get_model_info(self) -> dict[str, Any]:
-        """Return what lm-eval writes under `config`, without lm-eval's look-up on the Hub."""
-        handle = current(self.model)
-        text = self.model.config.get_text_config(decoder=True)
-        return self._model_info | {
-            "rope_patch": str(handle) if handle else None,
-            "rope_parameters": getattr(text, "rope_parameters", None),
-            "max_position_embeddings": getattr(text, "max_position_embeddings", None),
-        }
+    @abstractmethod
+    def _score(self, questions: list[Question]) -> None:
+        """Store how likely the questions' targets are, where no answer is stored."""
+
+    @abstractmethod
+    def _write(self, questions: list[Question]) -> None:
+        """Store texts, where none is stored, and how likely the questions' targets are."""
+
+    @abstractmethod
+    def _answer_windows(self, windows: list[Window]) -> None:
+        """Score the windows of documents that have no stored answer."""
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -251,7 +141,7 @@ class LongContextLM(RollingLikelihood, HFLM):
         """
         questions = [self._generation_question(request) for request in requests]
         self._quiet = disable_tqdm
-        self._answer_long(questions)
+        self._write(questions)
         self._claim_seconds(questions)
         responses: list[str] = []
         for question, request in zip(questions, requests, strict=True):
@@ -270,6 +160,21 @@ class LongContextLM(RollingLikelihood, HFLM):
             self._record_failure(answer, request)
         return likelihoods
 
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihoods of documents, in nats; NaN where a window failed."""
+        self._quiet = disable_tqdm
+        windows = [self._windows(request.args[0]) for request in requests]
+        self._answer_windows([window for document in windows for window in document])
+        likelihoods = []
+        for document, request in zip(windows, requests, strict=True):
+            answers = [self._answers[window.key] for window in document]
+            failed = [answer for answer in answers if "error" in answer]
+            if failed:
+                self._record_failure(failed[0], request)
+            nats = (answer.get("log_likelihood", math.nan) for answer in answers)
+            likelihoods.append(float(sum(nats)))
+        return likelihoods
+
     def _loglikelihood_tokens(self, requests: list[Any], *_: Any, **__: Any) -> list[Any]:
         questions = []
         for _, context, continuation in requests:
@@ -277,15 +182,27 @@ class LongContextLM(RollingLikelihood, HFLM):
             key = answer_key(identity, "loglikelihood", context, continuation)
             questions.append(Question(key, list(context), list(continuation)))
             self._require_fit(questions[-1])
-        self._answer_in_batches([q for q in questions if q.tokens <= BATCHABLE_TOKENS])
-        long = [q for q in questions if q.tokens > BATCHABLE_TOKENS]
-        if long:
-            self._answer_long([*long, *self._generation_questions()])
+        self._score(questions)
         self._claim_seconds(questions)
         self._last_answers = [self._answers[question.key] for question in questions]
         nothing = {"log_likelihood": float("nan"), "greedy": False}
         answers = [nothing | answer for answer in self._last_answers]
         return [(answer["log_likelihood"], answer["greedy"]) for answer in answers]
+
+    def _windows(self, text: str) -> list[Window]:
+        size = self.rolling_window or self.max_length
+        pairs = get_rolling_token_windows(
+            token_list=self.tok_encode(text),
+            prefix_token=self.prefix_token_id,
+            max_seq_len=size,
+            context_len=1,
+        )
+        windows = []
+        for read, targets in pairs:
+            identity = self._identity(len(read), len(read))
+            key = answer_key(identity, "rolling", read, targets)
+            windows.append(Window(key, [*read, targets[-1]], len(targets)))
+        return windows
 
     def _generation_question(self, request: Any) -> Question:
         context, generation_kwargs = request.args
@@ -319,15 +236,6 @@ class LongContextLM(RollingLikelihood, HFLM):
         self._require_fit(question, f"{request.task_name}: ")
         return question
 
-    def _answer_long(self, questions: list[Question]) -> None:
-        """Answer questions on long prompts, each prompt read once for all of them."""
-        reader = PrefixReader(self.model, self._share)
-        run = AnswerRun(reader, self._answers, self._processes, self.tok_decode, self.eot_token_id)
-        run.answer(questions, self._progress_bar)
-        self.prompt_tokens += run.prompt_tokens
-        self.computed_tokens += reader.tokens_read
-        self._sync()
-
     def _generation_questions(self) -> list[Question]:
         """Return the questions of `tasks` whose answers are to be generated."""
         requests = [request for task in self.tasks for request in task.instances]
@@ -338,6 +246,119 @@ class LongContextLM(RollingLikelihood, HFLM):
         keys = [question.key for question in questions]
         self.earlier_seconds += self._answers.claim_earlier_seconds(keys)
         self.stored_seconds += self._answers.claim_seconds(keys)
+
+    def _progress_bar(self, tokens: int) -> tqdm[Any]:
+        quiet = self._quiet or not tokens or not self._processes.is_main
+        label = self._label or "reading"
+        return progress_bar(total=tokens, disable=quiet, unit="tok", unit_scale=True, desc=label)
+
+    def _record_failure(self, answer: dict[str, Any], request: Any) -> str | None:
+        error = answer.get("error")
+        if error is not None:
+            self.failures[request.task_name, request.doc_id] = error
+        return error
+
+    def _require_fit(self, question: Question, place: str = "") -> None:
+        if question.tokens > self.max_length:
+            raise ValueError(
+                f"{place}a prompt and its answer take {question.tokens:,} tokens, "
+                f"{self.max_length:,} were set as the longest: build the samples with this model's "
+                "tokenizer, or set a longer length"
+            )
+
+
+def _scoring(task_name: str) -> Any:
+    """Return the scoring function of one of our tasks, else None."""
+    name = task_name.split("@")[0]
+    return tasks.config(name)["process_results"] if name in tasks.names() else None
+
+
+BATCHABLE_TOKENS = 512  # tokens; questions up to this length are read in batches
+_BATCH_TOKENS = {"cpu": 4096}
+_GPU_BATCH_TOKENS = 32768
+_MAX_BATCH_LOGITS = 2**28  # numbers in the logits of a batch: 1 GB in float32
+
+
+class LongContextLM(QuestionLM, HFLM):
+    """A live model for lm-eval.
+
+    lm-eval's own class cuts prompts on the left when they are too long, and makes logits for every
+    position. This one refuses such prompts, asks the model only for the logits that are read, reads
+    what prompts begin with in common once, decodes the answers to questions on one text together,
+    scores all targets of a prompt in one pass, keeps every answer, and goes on after a failure.
+
+    Which questions are computed together depends on the questions alone, so that neither sharing
+    nor an earlier run's answers change a result. Where the rotation depends on the length, or the
+    cache drops keys, questions are answered one by one.
+
+    Args:
+        model: A transformers model, patched or not.
+        tokenizer: Its tokenizer.
+        max_length: Tokens of the longest sample, whatever the model's config says.
+        model_info: What to record of the model in lm-eval's results.
+        answers: Where answers are kept; in memory unless given.
+        identity: What answers depend on besides the prompts (weights, patch, dtype, kernels), given
+            how many tokens the prompt has, and with the answer.
+        share: Whether to read common beginnings once.
+        label: Says on the progress bar what runs.
+        processes: Those that share the work; this one does all of it unless given.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        max_length: int,
+        model_info: dict[str, Any],
+        *,
+        answers: AnswerStore | None = None,
+        identity: Callable[[int, int], Any] = lambda length, end: None,
+        share: bool = True,
+        label: str = "",
+        processes: Processes | None = None,
+    ) -> None:
+        super().__init__(
+            pretrained=model,
+            tokenizer=tokenizer,
+            batch_size=1,
+            max_length=max_length,
+            softmax_dtype="float32",
+        )
+        self._set_up(model_info, answers, identity, label, processes)
+        self._share = share
+        device_type = input_device(model).type
+        self._batch_tokens = min(
+            _BATCH_TOKENS.get(device_type, _GPU_BATCH_TOKENS),
+            max(
+                _MAX_BATCH_LOGITS // model.config.get_text_config(decoder=True).vocab_size,
+                BATCHABLE_TOKENS,
+            ),
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what lm-eval writes under `config`, without lm-eval's look-up on the Hub."""
+        handle = current(self.model)
+        text = self.model.config.get_text_config(decoder=True)
+        return self._model_info | {
+            "rope_patch": str(handle) if handle else None,
+            "rope_parameters": getattr(text, "rope_parameters", None),
+            "max_position_embeddings": getattr(text, "max_position_embeddings", None),
+        }
+
+    def _score(self, questions: list[Question]) -> None:
+        self._answer_in_batches([q for q in questions if q.tokens <= BATCHABLE_TOKENS])
+        long = [q for q in questions if q.tokens > BATCHABLE_TOKENS]
+        if long:
+            self._write([*long, *self._generation_questions()])
+
+    def _write(self, questions: list[Question]) -> None:
+        """Answer questions on long prompts, each prompt read once for all of them."""
+        reader = PrefixReader(self.model, self._share)
+        run = AnswerRun(reader, self._answers, self._processes, self.tok_decode, self.eot_token_id)
+        run.answer(questions, self._progress_bar)
+        self.prompt_tokens += run.prompt_tokens
+        self.computed_tokens += reader.tokens_read
+        self._sync()
 
     def _answer_in_batches(self, questions: list[Question]) -> None:
         """Answer short questions in batches that do not depend on what is answered already."""
@@ -379,33 +400,31 @@ class LongContextLM(RollingLikelihood, HFLM):
             if question.key in missing:
                 self._answers.put(question.key, answer, seconds)
 
-    def _progress_bar(self, tokens: int) -> tqdm[Any]:
-        quiet = self._quiet or not tokens or not self._processes.is_main
-        label = self._label or "reading"
-        return progress_bar(total=tokens, disable=quiet, unit="tok", unit_scale=True, desc=label)
+    def _answer_windows(self, windows: list[Window]) -> None:
+        """Score the windows that have no answer, divided between processes; record failures."""
+        by_key = {window.key: window for window in windows}
+        missing = self._processes.broadcast(
+            [key for key in by_key if not self._answers.is_answered(key)]
+        )
+        pending = [by_key[key] for key in missing]
+        mine = self._processes.own_share(pending, lambda window: window.tokens)
+        with self._progress_bar(sum(window.tokens for window in mine)) as bar:
+            for window in mine:
+                try:
+                    losses = token_losses(
+                        self.model, window.ids, window.scored, "a window", read_last=False
+                    )
+                    answer: dict[str, Any] = {"log_likelihood": -losses.double().sum().item()}
+                except Exception as error:
+                    answer = {"error": describe_error(error)}
+                self._answers.put(window.key, answer)
+                bar.update(window.tokens)
+                self.prompt_tokens += window.tokens
+                self.computed_tokens += window.tokens
+        self._sync()
 
     def _sync(self) -> None:
         """Wait for the other processes, and read their answers."""
         if self._processes.size > 1:
             self._processes.wait()
             self._answers.reload()
-
-    def _record_failure(self, answer: dict[str, Any], request: Any) -> str | None:
-        error = answer.get("error")
-        if error is not None:
-            self.failures[request.task_name, request.doc_id] = error
-        return error
-
-    def _require_fit(self, question: Question, place: str = "") -> None:
-        if question.tokens > self.max_length:
-            raise ValueError(
-                f"{place}a prompt and its answer take {question.tokens:,} tokens, "
-                f"{self.max_length:,} were set as the longest: build the samples with this model's "
-                "tokenizer, or set a longer length"
-            )
-
-
-def _scoring(task_name: str) -> Any:
-    """Return the scoring function of one of our tasks, else None."""
-    name = task_name.split("@")[0]
-    return tasks.config(name)["process_results"] if name in tasks.names() else None

@@ -9,7 +9,6 @@ from rope_patch.evaluation.measures import perplexity
 from rope_patch.evaluation.request import KEY_TOKENS, PERPLEXITY, SLIDING
 from rope_patch.evaluation.results_schema import ControlRecord, PerplexityRecord
 from rope_patch.evaluation.session import CachedComputation, Session
-from rope_patch.patching import current
 from rope_patch.tasks import texts
 
 
@@ -79,8 +78,7 @@ class PerplexityRun:
                 if self.control and half > self.window:
                     self.short_control = self._measure_control(half, "the half-length control")
         if KEY_TOKENS in self.tasks:
-            handle = current(self.session.model)  # not None if the model was saved with a patch
-            self.evaluator = "the plain model" if handle is None else str(handle.method)
+            self.evaluator = self.session.evaluator
             trained, context, pieces = self.session.trained_length, self.short_context, []
             for d in self.documents:
                 find = partial(perplexity.find_key_tokens, self.session.model, d.tokens)
@@ -154,7 +152,7 @@ class PerplexityRun:
         return {"context": context, "losses": losses}
 
     def _measure_passes(self, label: str) -> None:
-        handle, trained = current(self.session.model), self.session.trained_length
+        handle, trained = self.session.rotation_patch, self.session.trained_length
         lengths = [self.length]
         if handle and handle.method.is_length_dependent(trained) and trained < self.length:
             # Short texts are what such a method leaves alone: they are read as short texts.

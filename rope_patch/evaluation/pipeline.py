@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.tasks import chat_template, short
-from rope_patch.transformers_api.models import attention_implementation
 from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils import atomic_files, provenance
 
@@ -59,11 +59,18 @@ def evaluate(request: EvalRequest, show: Callable[[str], object] | None = None) 
             a file could not be written, with how to go on.
     """
     atomic_files.require_writable_folder(request.folder, "the report")
-    advice = (
-        f"What was measured is kept in {request.folder / 'cache'}: REMEDY, and the same command"
-    )
-    with atomic_files.add_write_advice(f"{advice} goes on from there"):
+    with add_write_advice(request.folder):
         return _evaluate(request, show)
+
+
+def add_write_advice(folder: Path) -> AbstractContextManager[None]:
+    """Say how to go on in errors of writing, while the block runs.
+
+    Args:
+        folder: The folder of the report.
+    """
+    advice = f"What was measured is kept in {folder / 'cache'}: REMEDY, and the same command"
+    return atomic_files.add_write_advice(f"{advice} goes on from there")
 
 
 def _evaluate(request: EvalRequest, show: Callable[[str], object] | None) -> RunRecord:
@@ -75,18 +82,38 @@ def _evaluate(request: EvalRequest, show: Callable[[str], object] | None) -> Run
     tokenizer = read_tokenizer(path, gguf_file=request.gguf_file)
     tokenizer.model_max_length = 10**9  # lengths are checked here; it would warn of each prompt
     session = Session(request, path, config, tokenizer)
+    return measure(session, started, show)
+
+
+def measure(session: Session, started: float, show: Callable[[str], object] | None) -> RunRecord:
+    """Measure everything that a session is asked for, and write the report.
+
+    Args:
+        session: The session; its model is loaded here.
+        started: When the run began, by `time.monotonic`.
+        show: See `evaluate`.
+
+    Returns:
+        The results that the report shows.
+
+    Raises:
+        ValueError: See `evaluate`.
+        OSError: See `evaluate`.
+    """
+    request = session.request
     if session.chat and request.retrieval:
         logger.info("questions stand in the tokenizer's chat template (--chat-template off)")
     documents, questions = PerplexityRun(session), RetrievalRun(session)
     others = _OtherMeasures(session)
+    session.check_tasks(others.external_tasks)
     with session.run_folder.locked(session.processes):
         if session.processes.is_main:
             log_plan(request, questions.planned(), session.trained_length)
         session.load()
-        return _measure(session, documents, questions, others, started, show)
+        return _measure_all(session, documents, questions, others, started, show)
 
 
-def _measure(
+def _measure_all(
     session: Session,
     documents: PerplexityRun,
     questions: RetrievalRun,
@@ -221,17 +248,10 @@ class _OtherMeasures:
 
 def _run_metadata(session: Session, total: float) -> RunMetadata:
     """Return the part `run` of the results: where and how the evaluation ran."""
-    request, model = session.request, session.model
-    name = demo.NAME if request.model == "demo" else Path(request.model).name
+    request = session.request
     return {
         "model": request.model,
-        "name": f"{name}, {session.quantization}" if session.quantization else name,
-        "architecture": type(model).__name__,
-        "parameters": model.num_parameters(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": session.quantization,
-        "attention": attention_implementation(model.config),
-        "device": str(model.device),
+        **session.model_facts(),
         "trained_length": session.trained_length,
         "geometry": {
             kind or "all": {
@@ -253,8 +273,6 @@ def _run_metadata(session: Session, total: float) -> RunMetadata:
         "continued": session.continued,
         "untimed_answers": session.answers.untimed,
         "prompt_tokens": session.tokens,
-        "peak_memory": provenance.peak_memory(),
-        "hardware": provenance.hardware(),
         "weights": session.weights,
         **session.code,
         "versions": provenance.versions(),

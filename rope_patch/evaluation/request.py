@@ -20,6 +20,7 @@ from rope_patch.tasks import short, texts
 from rope_patch.utils.errors import did_you_mean
 
 BASELINE = "none"
+SERVED = "served"  # the label of a server's model, which is as it is
 PERPLEXITY = "perplexity"
 KEY_TOKENS = "key_tokens"
 SLIDING = "sliding"

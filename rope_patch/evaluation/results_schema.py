@@ -271,6 +271,44 @@ class TokenCounts(TypedDict):
     read: int
 
 
+class LaterModelFacts(TypedDict, total=False):
+    """The facts that the first reports of this format lack.
+
+    Attributes:
+        quantization: What the weights were quantised to after loading; None without.
+        server: The server that held the model; a model in this process has none.
+        servers: The servers by label, where several are compared.
+    """
+
+    quantization: str | None
+    server: ServerRecord
+    servers: Mapping[str, ServerRecord]
+
+
+class ModelFacts(LaterModelFacts):
+    """Facts about a model, those of a server's model None where it does not say.
+
+    Attributes:
+        name: The model's short name.
+        architecture: The model's class.
+        parameters: The number of parameters.
+        dtype: The data type of the weights.
+        attention: The attention kernel.
+        device: The model's device.
+        peak_memory: Bytes.
+        hardware: The machine.
+    """
+
+    name: str
+    architecture: str | None
+    parameters: int | None
+    dtype: str | None
+    attention: str | None
+    device: str
+    peak_memory: int | None
+    hardware: Hardware | None
+
+
 class LaterRunKeys(TypedDict, total=False):
     """The keys that the first reports of this format lack.
 
@@ -282,7 +320,6 @@ class LaterRunKeys(TypedDict, total=False):
         untimed_answers: An earlier run's answers whose time is not known.
         stored_seconds: Seconds by part, as they are stored with answers and passes: without
             loading and building, and equal whether the run was continued or not.
-        quantization: What the weights were quantised to after loading; None without.
         code: The digest of the Python code that came with the checkpoint; missing without any.
     """
 
@@ -292,21 +329,54 @@ class LaterRunKeys(TypedDict, total=False):
     looks: Sequence[int]
     untimed_answers: int
     stored_seconds: Mapping[str, float]
-    quantization: str | None
     code: str
 
 
-class RunMetadata(LaterRunKeys):
+class RotationRecord(TypedDict):
+    """How a server rotates.
+
+    Attributes:
+        rotation: The verdict in words, or why there is none.
+        rotates_as_asked: Whether it rotates as the model's config asks; None if unknown.
+        verification: What `rope-patch verify --json` prints; None if it was not verified.
+    """
+
+    rotation: str
+    rotates_as_asked: bool | None
+    verification: Mapping[str, object] | None
+
+
+class ServerRecord(RotationRecord):
+    """The server that held the model.
+
+    Attributes:
+        url: Its address.
+        served_model: The served model's name.
+        engine: The engine, with its version if it says so.
+        max_length: Tokens that it takes; None if it does not say.
+        log_probs: Whether it gives log-probabilities of prompts.
+        tokenizer: Where the tokenizer was read from.
+        tokenizer_digest: The digest of the tokenizer.
+        concurrency: Requests at once.
+        prompts: How prompts were sent, and who put them into a chat template.
+    """
+
+    url: str
+    served_model: str
+    engine: str
+    max_length: int | None
+    log_probs: bool
+    tokenizer: str
+    tokenizer_digest: str
+    concurrency: int
+    prompts: str
+
+
+class RunMetadata(LaterRunKeys, ModelFacts):
     """Where and how an evaluation ran.
 
     Attributes:
         model: The model as it was requested: a folder, a name on the Hub, or `demo`.
-        name: The model's short name.
-        architecture: The model's class.
-        parameters: The number of parameters.
-        dtype: The data type of the weights.
-        attention: The attention kernel.
-        device: The model's device.
         trained_length: Tokens.
         geometry: The unscaled rotation by layer type.
         seed: The seed of the samples.
@@ -317,8 +387,6 @@ class RunMetadata(LaterRunKeys):
         seconds: Seconds by part, and in `total`.
         continued: Whether an earlier run left results; `seconds` includes their time.
         prompt_tokens: Tokens of the prompts.
-        peak_memory: Bytes.
-        hardware: The machine.
         weights: The fingerprint of the weights.
         versions: The versions of the packages that results depend on.
         git_revision: The commit of this package's source; None outside a checkout.
@@ -327,12 +395,6 @@ class RunMetadata(LaterRunKeys):
     """
 
     model: str
-    name: str
-    architecture: str
-    parameters: int
-    dtype: str
-    attention: str
-    device: str
     trained_length: int
     geometry: Mapping[str, GeometryRecord]
     seed: int
@@ -343,9 +405,7 @@ class RunMetadata(LaterRunKeys):
     seconds: Mapping[str, float]
     continued: bool
     prompt_tokens: TokenCounts
-    peak_memory: int
-    hardware: Hardware
-    weights: str
+    weights: str | None
     versions: Mapping[str, str]
     git_revision: str | None
     command: str

@@ -11,7 +11,6 @@ from typing import Any
 from rope_patch import statistics
 from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
-from rope_patch.evaluation.request import BASELINE
 from rope_patch.evaluation.results_schema import (
     PerplexityRecord,
     RetrievalRecord,
@@ -78,7 +77,7 @@ class RetrievalRun:
         with self.session.timer("retrieval"):
             scores = self._score_tasks(list(built.values()), "texts without their answers")
         for name, rows in zip(built, scores, strict=True):
-            samples = {BASELINE: rows}
+            samples = {self.session.plain_label: rows}
             self.controls.append(
                 {"task": name, "lengths": [length], "depths": depths, "samples": samples}
             )
@@ -219,15 +218,16 @@ def cautions(results: RunRecord, documents: Sequence[Sequence[int]]) -> list[str
     """Return a sentence for each thing that the plain model does no better than chance.
 
     Args:
-        results: The run's results; only `run`, `perplexity` and `retrieval` are read.
+        results: The run's results; only `run`, `methods`, `perplexity` and `retrieval` are read.
         documents: The documents' tokens, in the order of the control's losses.
     """
     trained = results["run"]["trained_length"]
+    plain = {method["label"] for method in results["methods"] if method["method"] is None}
     return [
         sentence
         for sentence in (
             _reading_caution(results["perplexity"], documents),
-            _answering_caution(results["retrieval"], trained),
+            _answering_caution(results["retrieval"], trained, plain),
         )
         if sentence is not None
     ]
@@ -252,11 +252,15 @@ def _reading_caution(
     )
 
 
-def _answering_caution(retrieval: Sequence[RetrievalRecord], trained: int) -> str | None:
+def _answering_caution(
+    retrieval: Sequence[RetrievalRecord], trained: int, plain: set[str]
+) -> str | None:
     scores = [
         (score, row.get("chance", 0.0))
         for entry in retrieval
-        for row in entry["samples"].get(BASELINE, [])
+        for label, samples in entry["samples"].items()
+        if label in plain
+        for row in samples
         if row["length"] <= trained and (score := row["score"]) is not None
     ]
     right = math.fsum(score for score, _ in scores)

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from rope_patch import patching
 from rope_patch.encodings.active import current
 from rope_patch.encodings.sites.handle import EncodingPatch
 from rope_patch.entry_points import patch
@@ -23,13 +24,15 @@ from rope_patch.evaluation.encoding_facts import (
     model_lengths,
 )
 from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.evaluation.measures.external_tasks import ExternalTask
 from rope_patch.evaluation.request import BASELINE, EvalRequest
-from rope_patch.evaluation.results_schema import MethodRecord, TokenCounts
+from rope_patch.evaluation.results_schema import MethodRecord, ModelFacts, TokenCounts
 from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.methods import Frequencies
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching import Patch
 from rope_patch.patching.method_wrappers import method_origin, unwrap
+from rope_patch.pretrained import demo
 from rope_patch.pretrained.device_map import placement
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.quantization import loading_arguments, parse_quantization, quantize
@@ -47,7 +50,7 @@ from rope_patch.utils.processes import Processes
 logger = logging.getLogger("rope_patch")
 
 _FORMAT = "rope_patch.eval.piece/1"
-_CACHE = "cache"  # name of the folder of answers and pieces
+CACHE = "cache"  # name of the folder of answers and pieces
 
 T = TypeVar("T")
 
@@ -77,6 +80,8 @@ class Session:
         tokenizer: Its tokenizer.
 
     Attributes:
+        plain_label: The label of the model as it is.
+        aborting: Errors after which no later measurement could succeed either.
         model: The model; None until `load`.
         weights: The fingerprint of the weights, as they are after `quantization`.
         quantization: What the weights were quantised to; None if they are the checkpoint's.
@@ -96,8 +101,10 @@ class Session:
         failed: Samples of short tasks that failed and are not counted, with the reason.
     """
 
+    plain_label = BASELINE
+    aborting: tuple[type[Exception], ...] = (NotWritten,)
     model: Any = None
-    weights = ""
+    weights: str | None = ""
     _other_config: str | None = None
     quantization: str | None = None
     continued = False
@@ -125,6 +132,9 @@ class Session:
         self.not_run: list[str] = []
         self.failed: list[str] = []
 
+    def check_tasks(self, external: Sequence[ExternalTask]) -> None:
+        """Raise if a task needs what the model cannot do; a live model can do all of them."""
+
     def load(self) -> None:
         """Read the weights, and the answers of an earlier run."""
         request = self.request
@@ -139,14 +149,40 @@ class Session:
         )
         quantize(self.model, self.quantization)
         RowsGuard.install(self.model)
-        self.weights = provenance.fingerprint(self.model)
+        self.weights = weights = provenance.fingerprint(self.model)
         self.code = code_identity(self.model)
-        cache, config = request.folder / _CACHE, provenance.config_fingerprint(self.model.config)
+        cache, config = request.folder / CACHE, provenance.config_fingerprint(self.model.config)
         self._other_config = self.processes.run_on_main(
-            lambda: find_other_config(cache, self.weights, config)
+            lambda: find_other_config(cache, weights, config)
         )
         self.answers = AnswerStore(cache, self.processes.rank, self.processes.size)
         self.continued = len(self.answers) > 0
+
+    @property
+    def rotation_patch(self) -> Patch | None:
+        """Return the handle of the rotation's patch that is in effect."""
+        return patching.current(self.model)
+
+    @property
+    def evaluator(self) -> str:
+        """Return what finds key tokens, in words: the model before it is patched."""
+        handle = self.rotation_patch  # not None if the model was saved with a patch
+        return "the plain model" if handle is None else str(handle.method)
+
+    def model_facts(self) -> ModelFacts:
+        """Return those parts of a run's metadata that are about the model."""
+        name = demo.NAME if self.request.model == "demo" else Path(self.request.model).name
+        return {
+            "name": f"{name}, {self.quantization}" if self.quantization else name,
+            "architecture": type(self.model).__name__,
+            "parameters": self.model.num_parameters(),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "quantization": self.quantization,
+            "attention": attention_implementation(self.model.config),
+            "device": str(self.model.device),
+            "peak_memory": provenance.peak_memory(),
+            "hardware": provenance.hardware(),
+        }
 
     @contextlib.contextmanager
     def patched(self, method: str) -> Iterator[str]:
@@ -206,11 +242,8 @@ class Session:
             return [key for key in by_key if again(_piece_file(key), key=key) is None]
 
         missing = self.processes.run_on_main(find_missing)  # others may already see new files
-        for key in self.processes.own_share(missing, lambda key: by_key[key].length):
-            started = time.monotonic()
-            body = {"format": _FORMAT, "key": key, "value": by_key[key].compute()}
-            body["seconds"] = time.monotonic() - started
-            self.run_folder.write(_piece_file(key), body)
+        mine = self.processes.own_share(missing, lambda key: by_key[key].length)
+        self._compute({key: by_key[key] for key in mine})
         self.processes.wait()
         stored = {
             key: self.run_folder.read(_piece_file(key), format=_FORMAT, key=key) for key in by_key
@@ -222,6 +255,17 @@ class Session:
         self.continued = self.continued or bool(earlier)
         self._add_seconds(sum(seconds[key] for key in new), sum(seconds[key] for key in earlier))
         return [stored[key]["value"] for key in keys]
+
+    def _compute(self, pieces: Mapping[str, CachedComputation[Any]]) -> None:
+        """Compute and store pieces, one after another."""
+        for key, piece in pieces.items():
+            self._compute_one(key, piece)
+
+    def _compute_one(self, key: str, piece: CachedComputation[Any]) -> None:
+        started = time.monotonic()
+        body = {"format": _FORMAT, "key": key, "value": piece.compute()}
+        body["seconds"] = time.monotonic() - started
+        self.run_folder.write(_piece_file(key), body)
 
     def _add_seconds(self, stored: float, earlier: float) -> None:
         """Add the time that is stored with results, and that of those which an earlier run left."""
@@ -240,8 +284,8 @@ class Session:
         """Return what `measure` returns, or None and note the failure in `not_run`."""
         try:
             return measure()
-        except NotWritten:
-            raise  # no later measurement could be stored either
+        except self.aborting:
+            raise
         except Exception as error:
             if self.processes.size > 1:
                 raise  # the others wait for this one
@@ -306,7 +350,7 @@ def find_other_config(folder: Path, weights: str, config: str) -> str | None:
 
 
 def _piece_file(key: str) -> str:
-    return f"{_CACHE}/piece-{key}.json"
+    return f"{CACHE}/piece-{key}.json"
 
 
 def _label(handle: Patch | EncodingPatch | None) -> str:

@@ -17,7 +17,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from email.message import Message
@@ -126,7 +126,10 @@ class Engine(ABC):
             ) from error
 
 
-_MAX_ANSWER_BYTES = 2**30  # bytes of an answer that are read at most
+MAX_ANSWER_BYTES = 2**30  # bytes of an answer that are read at most
+
+
+BUSY = (408, 429, 502, 503, 504)  # statuses of a server that cannot answer now, or of its proxy
 
 
 class CannotReach(CannotVerify):
@@ -177,12 +180,22 @@ class JsonClient:
         url: Address of the server; paths of the API are added to it.
         seconds: Longest wait for all answers together.
         api_key: Sent as a bearer token; the variable OPENAI_API_KEY unless given.
+        option: The option that sets `seconds`, for errors.
+
+    Attributes:
+        headers: The headers of each request, the key among them.
 
     Raises:
         CannotVerify: Not an http(s) address, or a key that no header can hold.
     """
 
-    def __init__(self, url: str, seconds: float = 120.0, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        seconds: float = 120.0,
+        api_key: str | None = None,
+        option: str = "--seconds",
+    ) -> None:
         try:
             origin = _origin(url)
         except ValueError:
@@ -194,14 +207,18 @@ class JsonClient:
             )
         self.url = url.rstrip("/").removesuffix("/v1")
         self.seconds = seconds
+        self._option = option
         self._waited = 0.0
         key = os.environ.get("OPENAI_API_KEY", "") if api_key is None else api_key
-        self._api_key = key.strip()
-        if not self._api_key.isascii() or not self._api_key.isprintable():
+        key = key.strip()
+        if not key.isascii() or not key.isprintable():
             raise CannotVerify(
                 "OPENAI_API_KEY has characters that no HTTP header can hold, expected printable "
                 "ASCII: set it again"
             )
+        self.headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if key:
+            self.headers["Authorization"] = f"Bearer {key}"
         self._opener = urllib.request.build_opener(_OwnOriginOnly)
 
     def get(self, path: str) -> Any:
@@ -222,17 +239,14 @@ class JsonClient:
 
     def _request(self, path: str, body: bytes | None) -> Any:
         url = f"{self.url}{path}"
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        request = urllib.request.Request(url, data=body, headers=headers)
+        request = urllib.request.Request(url, data=body, headers=self.headers)
         try:
             text = self._read(request)
         except OSError as error:
             if isinstance(getattr(error, "reason", error), TimeoutError):
                 raise CannotReach(
                     f"{url} did not answer within {self.seconds:g} s: wait until the server is "
-                    "idle, or allow more time by --seconds"
+                    f"idle, or allow more time by {self._option}"
                 ) from error
             raise CannotReach(
                 f"no server answers at {url} ({describe_error(error)}): expected one that runs; "
@@ -266,7 +280,7 @@ class JsonClient:
                     outcome.append(_read_body(answer, is_late))
             except urllib.error.HTTPError as error:
                 try:
-                    detail = _error_message(_read_body(error, is_late))
+                    detail = error_message(_read_body(error, is_late))
                     outcome.append(HttpError(request.full_url, error.code, detail))
                 except Exception as second:
                     outcome.append(second)
@@ -294,16 +308,16 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 
 def _read_body(answer: Any, is_late: threading.Event) -> bytes:
-    """Return a body: what came in time, up to `_MAX_ANSWER_BYTES` bytes."""
+    """Return a body: what came in time, up to `MAX_ANSWER_BYTES` bytes."""
     parts: list[bytes] = []
     size = 0
-    while not is_late.is_set() and size < _MAX_ANSWER_BYTES and (part := answer.read1(1 << 20)):
+    while not is_late.is_set() and size < MAX_ANSWER_BYTES and (part := answer.read1(1 << 20)):
         parts.append(part)
         size += len(part)
     return b"".join(parts)
 
 
-def _error_message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """Return the message in an error's body."""
     text = body.decode(errors="replace")
     try:
@@ -316,7 +330,7 @@ def _error_message(body: bytes) -> str:
     return one_line(answer)
 
 
-_COMPLETIONS_PATH = "/v1/completions"
+COMPLETIONS_PATH = "/v1/completions"
 # Fields that ask for a prompt's log-probabilities: OpenAI's, and vLLM's own.
 _LOG_PROB_FIELDS: tuple[dict[str, Any], ...] = (
     {"echo": True, "logprobs": 1},
@@ -331,6 +345,13 @@ class OpenAICompletions(Engine):
     Args:
         client: The HTTP client.
         model: The served model's name; the server's first one unless given.
+
+    Attributes:
+        model: The served model's name.
+        owner: What the server calls itself in its list of models, such as "vllm"; may be empty.
+        log_prob_fields: Fields that may ask for a prompt's log-probabilities; those alone that do,
+            once `observe` succeeded.
+        least_tokens: The fewest tokens that the server writes for a request.
 
     Raises:
         CannotVerify: The server is not reachable or has no models.
@@ -352,22 +373,25 @@ class OpenAICompletions(Engine):
         self.model = names[0] if model is None else model
         card = cards[names.index(self.model)]  # type: ignore[index]
         self.max_length = card.get("max_model_len")
+        self.owner = one_line(card.get("owned_by") or "")
         self.name = f"{one_line(self.model)} at {client.url}"
-        self._log_prob_fields = _LOG_PROB_FIELDS
-        self._least_tokens = 0  # fewest tokens that the server writes for a request
+        self.log_prob_fields = _LOG_PROB_FIELDS
+        self.least_tokens = 0
 
     def _observe(self, prompt: ProbePrompt) -> Observation:
         refusal = None
-        for fields in self._log_prob_fields:
+        for fields in self.log_prob_fields:
             body = {"prompt": list(prompt.ids), **fields}
             try:
-                answer = self._complete(body, self._least_tokens)
+                answer = self._complete(body, self.least_tokens)
             except HttpError as error:  # vLLM without a tokenizer refuses to echo
                 refusal = refusal or _with_advice(error, len(prompt.ids))
+                if error.status in BUSY:
+                    break
                 continue
-            log_probs = _echo_log_probs(answer, prompt.ids) or _vllm_log_probs(answer, prompt.ids)
+            log_probs = prompt_log_probs(answer, prompt.ids)
             if log_probs is not None:
-                self._log_prob_fields = (fields,)
+                self.log_prob_fields = (fields,)
                 return Observation.of(prompt, log_probs)
         raise refusal or CannotVerify(
             f"{self.name} answers without log-probabilities of the prompt's tokens, expected "
@@ -392,16 +416,16 @@ class OpenAICompletions(Engine):
         """Return the first choice; ask for one token where a server writes no fewer."""
         body = {"model": self.model, "temperature": 0.0, **body}
         try:
-            answer = self._client.post(_COMPLETIONS_PATH, {**body, "max_tokens": max_tokens})
+            answer = self._client.post(COMPLETIONS_PATH, {**body, "max_tokens": max_tokens})
         except HttpError as error:
             if max_tokens > 0 or "max_tokens" not in error.detail:
                 raise
-            self._least_tokens = 1
-            answer = self._client.post(_COMPLETIONS_PATH, {**body, "max_tokens": 1})
+            self.least_tokens = 1
+            answer = self._client.post(COMPLETIONS_PATH, {**body, "max_tokens": 1})
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not choices or not isinstance(choices[0], dict):
             raise CannotVerify(
-                f"{self._client.url}{_COMPLETIONS_PATH} answered without choices, expected "
+                f"{self._client.url}{COMPLETIONS_PATH} answered without choices, expected "
                 "OpenAI's completions: give the address of an engine's own server"
             )
         return choices[0]
@@ -409,7 +433,7 @@ class OpenAICompletions(Engine):
 
 def _with_advice(error: HttpError, tokens: int) -> CannotVerify:
     """Return an error that says what to do about a server's refusal."""
-    if error.status in (401, 403):
+    if error.status in (401, 403, *BUSY):
         return error
     if error.status == 404:
         fix = "expected OpenAI's completions; give --engine llama.cpp or sglang for their servers"
@@ -422,7 +446,20 @@ def _with_advice(error: HttpError, tokens: int) -> CannotVerify:
     return CannotVerify(f"{error}: {fix}")
 
 
-def _echo_log_probs(choice: dict[str, Any], ids: tuple[int, ...]) -> dict[int, float] | None:
+def prompt_log_probs(choice: dict[str, Any], ids: Sequence[int]) -> dict[int, float] | None:
+    """Return the log-probabilities of a prompt's tokens, by index.
+
+    Args:
+        choice: A choice of an answer of completions.
+        ids: The prompt's tokens.
+
+    Returns:
+        In nats, without the first token's; None if the choice has none in either form.
+    """
+    return _echo_log_probs(choice, ids) or _vllm_log_probs(choice, ids)
+
+
+def _echo_log_probs(choice: dict[str, Any], ids: Sequence[int]) -> dict[int, float] | None:
     """Return the log-probabilities of an echoed prompt, by index; None without an echo."""
     values = (choice.get("logprobs") or {}).get("token_logprobs")
     if not isinstance(values, list) or len(values) < len(ids) or values[0] is not None:
@@ -430,7 +467,7 @@ def _echo_log_probs(choice: dict[str, Any], ids: tuple[int, ...]) -> dict[int, f
     return {i: float(v) for i, v in enumerate(values[: len(ids)]) if v is not None}
 
 
-def _vllm_log_probs(choice: dict[str, Any], ids: tuple[int, ...]) -> dict[int, float] | None:
+def _vllm_log_probs(choice: dict[str, Any], ids: Sequence[int]) -> dict[int, float] | None:
     """Return the log-probabilities in vLLM's own field, by index; None without the field."""
     entries = choice.get("prompt_logprobs")
     if not isinstance(entries, list) or len(entries) != len(ids):
@@ -528,19 +565,22 @@ class LlamaCppServer(Engine):
     def _next_tokens(self, ids: tuple[int, ...]) -> dict[int, float]:
         """Return the log-probability of each next token; every one, since any may be scored."""
         count = 2**20 if self.vocab_size is None else self.vocab_size
-        (token,) = self._complete(ids, n_predict=1, n_probs=count)
-        return {int(each["id"]): float(each["logprob"]) for each in token["top_logprobs"]}
+        tokens = self._complete(ids, n_predict=1, n_probs=count)
+        likely = tokens[0]["top_logprobs"] if tokens else []
+        return {int(each["id"]): float(each["logprob"]) for each in likely}
 
     def _complete(self, ids: tuple[int, ...], **fields: Any) -> list[dict[str, Any]]:
         body = {"prompt": list(ids), "temperature": 0.0, "cache_prompt": True, **fields}
         answer = self._client.post(_COMPLETION_PATH, body)
         tokens = answer.get("completion_probabilities") if isinstance(answer, dict) else None
-        if not tokens:
+        # Of a token that is a part of a character, the server says nothing until the rest is there.
+        is_partial = isinstance(answer, dict) and str(answer.get("content")).endswith("\ufffd")
+        if not tokens and not is_partial:
             raise CannotVerify(
                 f"{self.name} answers without completion_probabilities, expected them for n_probs: "
                 "use a release of 2025 or later"
             )
-        return tokens
+        return tokens or []
 
 
 def _vocabulary_size(client: JsonClient) -> int | None:

@@ -70,7 +70,20 @@ def open_engine(
         )
     if kind not in ENGINES:
         raise CannotVerify(f"engine must be one of {', '.join(ENGINES)}, got {kind!r}")
-    client = JsonClient(model_or_url, seconds)
+    return engine_at(JsonClient(model_or_url, seconds), kind, served_model)
+
+
+def engine_at(client: JsonClient, kind: str = "auto", served_model: str | None = None) -> Engine:
+    """Return the client of the engine that answers at an address.
+
+    Args:
+        client: The HTTP client.
+        kind: One of `ENGINES`.
+        served_model: The served model's name, where a server has several.
+
+    Raises:
+        CannotVerify: See `open_engine`.
+    """
     if kind in ("auto", "llama.cpp") and (properties := _describe(client, "llama.cpp")):
         return LlamaCppServer(client, properties)
     if kind in ("auto", "sglang") and (model_info := _describe(client, "sglang")):

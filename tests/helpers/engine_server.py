@@ -10,12 +10,14 @@ import contextlib
 import json
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 from transformers import DynamicCache
+
+CLOSED = 0  # the status of a connection that is closed without an answer
 
 
 @contextlib.contextmanager
@@ -82,7 +84,19 @@ class EngineServer:
         least_tokens: The least `max_tokens` that a request may have.
         says_ids: Whether written tokens can be asked for as ids.
         max_model_len: Tokens that a request may have; None to say nothing and take any.
+        says_limit: Whether it says `max_model_len` before a request exceeds it.
+        tokenizer: Makes texts of what is written; without it texts are empty.
+        owner: What the server calls itself in its list of models.
+        says_usage: Whether completions say how many tokens were read.
+        says_tops: Whether an echo says the likeliest token of each place.
+        cut_to: Tokens of a prompt that are read, its last ones; None to read all.
+        statuses: What completions are answered with instead, by their number.
+        dies_after: Completions after which connections are closed without an answer.
+        seconds: Seconds that a completion takes at least, after the first `fast` ones.
+        fast: See `seconds`.
         requests: Paths that were asked.
+        prompts: Prompts that completions were asked for, of all requests that were answered.
+        most_at_once: The most completions at once.
     """
 
     model: Any
@@ -92,9 +106,24 @@ class EngineServer:
     least_tokens: int = 0
     says_ids: bool = True
     max_model_len: int | None = None
+    says_limit: bool = True
+    tokenizer: Any = None
+    owner: str = "tests"
+    says_usage: bool = True
+    says_tops: bool = True
+    cut_to: int | None = None
+    statuses: dict[int, int] = field(default_factory=dict)
+    dies_after: int | None = None
+    seconds: float = 0.0
+    fast: int = 0
 
     def __post_init__(self) -> None:
         self.requests: list[str] = []
+        self.prompts: list[list[int]] = []
+        self.most_at_once = 0
+        self._at_once = 0
+        self._received = 0
+        self._lock = threading.Lock()
 
     def running(self):
         """Serve in a thread; return a context manager that yields the address."""
@@ -109,6 +138,7 @@ class EngineServer:
                 "/v1/models": self._models,
                 "/props": self._props,
                 "/completion": self._completion,
+                "/v1/completions": self._completions,
             },
             "sglang": {"/get_model_info": self._model_info, "/generate": self._generate},
         }[self.api]
@@ -117,15 +147,35 @@ class EngineServer:
         return known[path](body or {})
 
     def _models(self, _: dict[str, Any]) -> tuple[int, Any]:
-        card = {"id": self.name, "object": "model"}
+        card = {"id": self.name, "object": "model", "owned_by": self.owner}
         if self.api == "llama.cpp":
             card["meta"] = {"n_vocab": self.model.config.vocab_size}
-        elif self.max_model_len is not None:
+        elif self.max_model_len is not None and self.says_limit:
             card["max_model_len"] = self.max_model_len
         return 200, {"object": "list", "data": [card]}
 
     def _completions(self, body: dict[str, Any]) -> tuple[int, Any]:
+        with self._lock:
+            if self.dies_after is not None and len(self.prompts) >= self.dies_after:
+                return CLOSED, None
+            number, self._received = self._received, self._received + 1
+            if number in self.statuses:
+                return self.statuses[number], {"error": {"message": "not now"}}
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            time.sleep(self.seconds if number >= self.fast else 0.0)
+            return self._complete(body)
+        finally:
+            with self._lock:
+                self._at_once -= 1
+                self.prompts.append(body["prompt"])
+
+    def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         ids, count = body["prompt"], body.get("max_tokens", 16)
+        ids = ids if self.cut_to is None else ids[-self.cut_to :]
+        if self.api == "llama.cpp" and body.get("echo"):
+            return 400, {"error": {"message": "Only no echo is supported"}}
         if body["model"] != self.name:
             return 404, {"error": {"message": f"The model {body['model']} does not exist."}}
         if refusal := self._refusal(ids, count):
@@ -134,7 +184,8 @@ class EngineServer:
             return 400, {"error": {"message": f"max_tokens must be at least 1, got {count}"}}
         prompt = self.prompt_log_probs(ids)
         written, values = self.write(ids, count)
-        choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": "length"}
+        text = self._text(written, body.get("stop") or [])
+        choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": "length"}
         if self.log_probs == "echo" and body.get("logprobs") is not None:
             shown = (ids if body.get("echo") else []) + written
             numbers = (prompt if body.get("echo") else []) + values
@@ -143,12 +194,42 @@ class EngineServer:
                 "tokens": [f"token_id:{i}" if as_ids else f"<{i}>" for i in shown],
                 "token_logprobs": numbers,
             }
+            if self.says_tops and body.get("echo"):
+                choice["logprobs"]["top_logprobs"] = self._tops(ids, prompt)
         if self.log_probs == "vllm" and body.get("prompt_logprobs") is not None:
             choice["prompt_logprobs"] = [
-                None if value is None else {str(token): {"logprob": value, "rank": 1}}
-                for token, value in zip(ids, prompt, strict=True)
+                None
+                if top is None
+                else {
+                    str(token): {"logprob": value, "rank": 1 if value == max(top.values()) else 2}
+                }
+                for token, value, top in zip(ids, prompt, self._tops(ids, prompt), strict=True)
             ]
-        return 200, {"object": "text_completion", "model": self.name, "choices": [choice]}
+        answer = {"object": "text_completion", "model": self.name, "choices": [choice]}
+        if self.says_usage:
+            answer["usage"] = {"prompt_tokens": len(ids), "completion_tokens": len(written)}
+        return 200, answer
+
+    def _text(self, written: list[int], stops: list[str]) -> str:
+        if self.tokenizer is None:
+            return ""
+        end = self.model.config.eos_token_id
+        written = written[: written.index(end)] if end in written else written
+        text = self.tokenizer.decode(written, skip_special_tokens=True)
+        for stop in stops:
+            text = text.split(stop)[0]
+        return text
+
+    @torch.no_grad()
+    def _tops(self, ids: list[int], values: list[float | None]) -> list[dict[str, float] | None]:
+        """Return the likeliest token of each place, and the one that is there."""
+        likeliest = self.model(torch.tensor([ids]), use_cache=False).logits[0].float()
+        best, places = likeliest.log_softmax(-1).max(-1)
+        tops: list[dict[str, float] | None] = [None]
+        for i in range(1, len(ids)):
+            top = {f"<{int(places[i - 1])}>": float(best[i - 1]), f"<{ids[i]}>": values[i]}
+            tops.append(top)
+        return tops
 
     def _props(self, _: dict[str, Any]) -> tuple[int, Any]:
         return 200, {"default_generation_settings": {"n_ctx": self.max_model_len or 4096}}
@@ -226,6 +307,9 @@ class EngineServer:
                 self._reply(*engine.answer(self.path, json.loads(self.rfile.read(length))))
 
             def _reply(self, status, answer):
+                if status == CLOSED:
+                    self.close_connection = True
+                    return
                 body = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")

@@ -32,6 +32,7 @@ def write_gguf(
     attention_factor: float | None = None,
     quantized: bool = False,
     stretches: torch.Tensor | None = None,
+    with_tokenizer: bool = False,
 ) -> None:
     """Write a folder's weights.
 
@@ -43,6 +44,8 @@ def write_gguf(
         attention_factor: What the file multiplies the engine's attention factor by.
         quantized: Whether matrices have 8 bits (Q8_0); else float32.
         stretches: What each pair's wavelength is multiplied by; None to write none.
+        with_tokenizer: Whether texts are those of the folder's tokenizer; else words that stand
+            for ids.
     """
     config = json.loads((folder / "config.json").read_text())
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -64,7 +67,10 @@ def write_gguf(
             writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     if attention_factor is not None:
         writer.add_rope_scaling_attn_factors(attention_factor)
-    _add_tokens(writer, config["vocab_size"])
+    if with_tokenizer:
+        _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
+    else:
+        _add_tokens(writer, config["vocab_size"])
     for name, tensor in load_file(folder / "model.safetensors").items():
         new = _rename(name)
         if new.endswith(("attn_q", "attn_k")):
@@ -88,6 +94,21 @@ def _add_tokens(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_token_list([f"<{i}>" for i in range(size)])
     writer.add_token_scores([0.0] * size)
     writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:
+    """Add a byte-level BPE as llama.cpp's converter writes it."""
+    vocabulary = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([control if token in special else normal for token in vocabulary])
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(1)
     writer.add_add_bos_token(False)

@@ -70,8 +70,8 @@ DEFECTS = [
     Defect(
         "a full disk counts as one missing measurement, and the run goes on",
         _SESSION,
-        "        except NotWritten:\n            raise  # no later measurement could be stored either\n",
-        "",
+        "    aborting: tuple[type[Exception], ...] = (NotWritten,)\n",
+        "    aborting: tuple[type[Exception], ...] = ()\n",
         ("tests/evaluation/test_stored_results.py::test_a_full_disk_stops_the_run_at_once",),
     ),
     Defect(
@@ -228,7 +228,7 @@ DEFECTS = [
     Defect(
         "an undecided headline names the best method where the plain model leads",
         "rope_patch/evaluation/report/conclusions.py",
-        'leader = who if difference.estimate < 0 else "the plain model"',
+        'leader = who if difference.estimate < 0 else f"the {stats.plain_name}"',
         "leader = who",
         ("tests/evaluation/report/test_recorded_texts.py::test_sentences_of_each_kind_of_result",),
     ),

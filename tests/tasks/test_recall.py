@@ -177,6 +177,7 @@ def test_cautions_compare_with_chance():
     documents = [[1, 2, 3, 4] * 8]  # log(4) = 1.386 nats
     results = {
         "run": {"trained_length": 256},
+        "methods": [{"label": "none", "method": None}],
         "perplexity": {"control": {"context": 128, "losses": [{"200": 1.3}]}},
         "retrieval": [
             {

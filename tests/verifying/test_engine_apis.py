@@ -68,6 +68,20 @@ def test_verdicts_through_each_api(api, case):
         assert verify(url).verdict.explains == (CONFIGS[case][1],)
 
 
+def test_a_place_of_which_llama_cpp_says_nothing_is_left_out(model, monkeypatch):
+    server = EngineServer(model, api="llama.cpp")
+    answer = server._completion
+
+    def of_a_part_of_a_character(body):
+        silent = len(body["prompt"]) == PROMPT.scored[1]
+        return (200, {"content": "\ufffd"}) if silent else answer(body)
+
+    monkeypatch.setattr(server, "_completion", of_a_part_of_a_character)
+    with server.running() as url:
+        observed = open_engine(url).observe(PROMPT)
+    assert observed.prompt.scored == (PROMPT.scored[0], PROMPT.scored[2])
+
+
 def test_stale_keys_need_the_ids_that_a_server_writes():
     server = EngineServer(plain(), says_ids=False)
     with server.running() as url:

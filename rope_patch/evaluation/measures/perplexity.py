@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -168,6 +169,7 @@ def excerpt(ids: list[int], start: int, stop: int, head: int) -> list[int]:
     return ids[:head] + ids[start + head : stop]
 
 
+@singledispatch
 def token_losses(
     model: Any, ids: list[int], scored: int, label: str, read_last: bool = True
 ) -> torch.Tensor:
@@ -177,7 +179,7 @@ def token_losses(
     over a few hundred positions at a time, so memory does not grow with length x vocabulary.
 
     Args:
-        model: A transformers causal language model.
+        model: A transformers causal language model, or another kind of model that is registered.
         ids: Tokens, at least two.
         scored: The number of tokens to score, from the end.
         label: The label on the progress bar.

@@ -34,7 +34,7 @@ from rope_patch.evaluation.report.table import (
     share_with_interval,
 )
 from rope_patch.evaluation.results_schema import RunRecord, SampleRecord
-from rope_patch.statistics import MeanTest, Outcome, Verdict
+from rope_patch.statistics import SIGNIFICANCE_LEVEL, MeanTest, Outcome, Verdict
 
 MAX_ROWS = 8  # rows that a table shows of each group of methods; the rest is folded
 
@@ -61,6 +61,10 @@ def headline(stats: RunStatistics, ranking: Ranking) -> str:
     best = ranking.best
     if best is None:
         return "Nothing was measured."
+    if stats.is_served and best == stats.plain:
+        return _served_headline(stats, best)
+    if stats.is_served and len(stats.labels) == 2:
+        return _servers_headline(stats, best)
     usable = stats.effective_length(best)[0] if stats.lengths else None
     if usable is not None and usable > stats.trained_length:
         return _usable_length_headline(stats, ranking, best, usable)
@@ -79,6 +83,80 @@ def headline(stats: RunStatistics, ranking: Ranking) -> str:
     )
 
 
+def _served_headline(stats: RunStatistics, label: str) -> str:
+    """Return how far the model of a server, the only one that was measured, is usable."""
+    trained = f"the trained {stats.trained_length:,} tokens"
+    usable, reason = stats.effective_length(label) if stats.lengths else (None, "")
+    who = f"The {stats.plain_name}"
+    if usable is not None and usable > stats.trained_length:
+        times, kept = f"{usable / stats.trained_length:.3g}", stats.retention(label, usable)
+        clause = f": it keeps {share_with_interval(kept)} of its accuracy there" if kept else ""
+        return f"{who} is usable up to {usable:,} tokens, {times} times {trained}{clause}."
+    first = next(
+        (n for n in stats.lengths_beyond_training if stats.retention(label, n) is not None), None
+    )
+    if first is not None and (kept := stats.retention(label, first)) is not None:
+        return (
+            f"{who} is not shown to be usable beyond {trained}: at {first:,} it keeps "
+            f"{share_with_interval(kept)} of its accuracy."
+        )
+    lengths = stats.lengths_beyond_training or tuple(stats.lengths)
+    if (share := stats.accuracy(label, lengths=lengths)) is not None:
+        where = "beyond" if stats.lengths_beyond_training else "up to"
+        why = f" ({reason})" if stats.lengths_beyond_training else ""
+        return (
+            f"{who} answers {share_with_interval(share)} right {where} {trained}; how far it is "
+            f"usable is not shown{why}."
+        )
+    for beyond, where in ((True, "beyond"), (False, "up to")):
+        if (loss := stats.average(label, beyond=beyond)) is not None:
+            return (
+                f"{who} has a perplexity of {perplexity_with_interval(loss)} {where} {trained}; "
+                "no answers were measured, so how far it is usable is not shown."
+            )
+    return f"Nothing was measured that tells how far the {stats.plain_name} is usable."
+
+
+def _servers_headline(stats: RunStatistics, other: str) -> str:
+    """Return which of two servers does better on the same questions."""
+    first, second = stats.names[str(stats.plain)], stats.names[other]
+    length = stats.verdict_length
+    if length is not None and (verdict := stats.verdicts_on_plain(length).get(other)):
+        numbers = (
+            f"difference {nats_text(verdict.test.mean.estimate)} nats a token, "
+            f"{_interval_text(verdict.test)}, {p_text(verdict.p_value)}"
+        )
+        if verdict.is_shown:
+            more = "likelier" if verdict.outcome is Outcome.BETTER else "less likely"
+            return (
+                f"At {length:,} tokens the right answers are {more} with {second} than with "
+                f"{first}: {numbers}."
+            )
+        if verdict.outcome is Outcome.EQUAL:
+            return (
+                f"At {length:,} tokens the right answers are exactly as likely with {second} as "
+                f"with {first} ({n_text(verdict.test.mean)})."
+            )
+        few = f" ({verdict.least_texts} texts decide)"
+        few = few if verdict.outcome is Outcome.TOO_FEW_TEXTS else ""
+        return (
+            f"This run cannot tell {second} from {first} at {length:,} tokens by how likely the "
+            f"right answers are{few}: {numbers}."
+        )
+    if (compared := stats.accuracy_comparisons().get(other)) is None:
+        return f"No question was answered by both {first} and {second}."
+    test, p_value = compared
+    numbers = (
+        f"{points_text(test.difference.estimate)} points ({points_range(test.difference)}, "
+        f"{n_text(test.difference)}, {p_text(p_value)})"
+    )
+    at = f"{stats.lengths[-1]:,} tokens"
+    if p_value < SIGNIFICANCE_LEVEL:
+        more = "more" if test.difference.estimate > 0 else "fewer"
+        return f"At {at} {second} answers {more} questions right than {first}: {numbers}."
+    return f"This run cannot tell {second} from {first} at {at} by right answers: {numbers}."
+
+
 def _usable_length_headline(stats: RunStatistics, ranking: Ranking, best: str, length: int) -> str:
     times = f"{length / stats.trained_length:.3g}"
     who = (
@@ -86,7 +164,7 @@ def _usable_length_headline(stats: RunStatistics, ranking: Ranking, best: str, l
     )
     text = f"{who} up to {length:,} tokens, {times} times the trained {stats.trained_length:,}: it "
     if (retention := stats.retention(best, length)) is not None:
-        text += f"keeps {share_with_interval(retention)} of the plain model's accuracy there"
+        text += f"keeps {share_with_interval(retention)} of the {stats.plain_name}'s accuracy there"
     return f"{text}{_price_clause(stats, best)}{_rivals_clause(stats, ranking)}."
 
 
@@ -140,11 +218,11 @@ def _likelihood_headline(
     if outcome is Outcome.EQUAL:
         return (
             f"Use none of these methods at {length:,} tokens: with the best of them, {who}, the "
-            "right answers are exactly as likely as with the plain model "
+            f"right answers are exactly as likely as with the {stats.plain_name} "
             f"({n_text(difference)})."
         )
     if not verdict.is_shown:
-        leader = who if difference.estimate < 0 else "the plain model"
+        leader = who if difference.estimate < 0 else f"the {stats.plain_name}"
         likeliest = f"at {length:,} tokens: the right answers are the likeliest with {leader}, "
         if outcome is Outcome.TOO_FEW_TEXTS:
             few = "is too little" if texts == "1" else "are too few"
@@ -160,24 +238,25 @@ def _likelihood_headline(
     if outcome is Outcome.WORSE:
         return (
             f"Use none of these methods at {length:,} tokens: even with {who}, the best of them, "
-            f"the right answers are less likely than with the plain model {sure}."
+            f"the right answers are less likely than with the {stats.plain_name} {sure}."
         )
     if stats.floor is not None and not stats.reads_answers(best, length):
         return (
             f"This run cannot decide what to use at {length:,} tokens: with {who} the right "
-            f"answers are likelier than with the plain model {sure}, but not surely likelier than "
-            "where the text lacks them."
+            f"answers are likelier than with the {stats.plain_name} {sure}, but not surely "
+            "likelier than where the text lacks them."
         )
     return (
-        f"At {length:,} tokens use {_best_names(stats, ranking, best)} rather than the plain "
-        f"model: the right answers are likelier with it {sure}{_price_clause(stats, best)}"
-        f"{_rivals_clause(stats, ranking)}; that the model is usable there is not shown."
+        f"At {length:,} tokens use {_best_names(stats, ranking, best)} rather than the "
+        f"{stats.plain_name}: the right answers are likelier with it {sure}"
+        f"{_price_clause(stats, best)}{_rivals_clause(stats, ranking)}; that the model is usable "
+        "there is not shown."
     )
 
 
 def _accuracy_headline(stats: RunStatistics, best: str) -> str:
     """Return what accuracy says where no length is shown to be usable."""
-    who = "the plain model" if best == stats.plain else stats.names[best]
+    who = f"the {stats.plain_name}" if best == stats.plain else stats.names[best]
     far = stats.accuracy(best, lengths=stats.lengths_beyond_training)
     share = "" if far is None else share_with_interval(far)
     beyond = f"beyond the trained {stats.trained_length:,} tokens"
@@ -213,7 +292,7 @@ def _perplexity_headline(stats: RunStatistics, best: str) -> str:
     plain = stats.average(stats.plain, beyond=True) if stats.plain is not None else None
     text = f"{head}{beyond} is the lowest with {stats.names[best]}, {numbers}"
     if plain is not None:
-        text += f" against {perplexity_with_interval(plain)} of the plain model"
+        text += f" against {perplexity_with_interval(plain)} of the {stats.plain_name}"
     ratio, record = stats.ratio_to_control(best), stats.control_record
     if ratio is not None and record is not None:
         cut = f"with the text cut to its last {record['context']:,} tokens"
@@ -486,7 +565,7 @@ def _floor_sentence(stats: RunStatistics, best: str, length: int) -> str:
         return ""
     floor = stats.floor.mean.estimate
     text = (
-        "Without the answers in the text, the plain model gives them "
+        f"Without the answers in the text, the {stats.plain_name} gives them "
         f"{nats_text(floor)} nats a token"
     )
     if stats.reads_answers(best, length):

@@ -80,19 +80,24 @@ def add_other_weights(run: RunRecord, other: RunRecord, labels: Mapping[str, str
             f"the runs differ in {', '.join(differences)}: expected the same questions, to compare "
             "one by one"
         )
-    relabelled: RunRecord = _relabelled(other, labels)
-    return _merge_pair(run, {**relabelled, "cost": {}})
+    renamed: RunRecord = relabelled(other, labels)
+    return _merge_pair(run, {**renamed, "cost": {}})
 
 
-def _relabelled(value: Any, labels: Mapping[str, str]) -> Any:
-    """Return results with other labels, which are keys of mappings and `label` of methods."""
+def relabelled(value: Any, labels: Mapping[str, str]) -> Any:
+    """Return results with other labels, which are keys of mappings and `label` of methods.
+
+    Args:
+        value: Results, or a part of them.
+        labels: New labels by old ones.
+    """
     if isinstance(value, dict):
-        renamed = {labels.get(key, key): _relabelled(item, labels) for key, item in value.items()}
+        renamed = {labels.get(key, key): relabelled(item, labels) for key, item in value.items()}
         if isinstance(label := value.get("label"), str) and label in labels:
             renamed["label"] = labels[label]
         return renamed
     if isinstance(value, list | tuple):
-        return [_relabelled(item, labels) for item in value]
+        return [relabelled(item, labels) for item in value]
     return value
 
 

@@ -95,6 +95,12 @@ _CONTROLS = (
 )
 
 
+_NO_ANSWER = (
+    "What must fail for the rest to mean something: questions whose text lacks the answer, which "
+    "are answered by guessing alone."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeatMap:
     """One task's heat maps, a table for each method whose depths or lengths differ.
@@ -187,7 +193,11 @@ def sections(
         Section(heading="The price at short context", notes=[_SHORT, *chance], tables=prices),
         Section(heading="Other tasks", notes=[_HARNESS], tables=harness),
         Section(heading=_TIMES, notes=[_COST], tables=_if_any(costs)),
-        Section(heading="Controls", notes=[_CONTROLS], tables=_if_any(controls)),
+        Section(
+            heading="Controls",
+            notes=[_NO_ANSWER if stats.is_served else _CONTROLS],
+            tables=_if_any(controls),
+        ),
         Section(
             heading="Samples that failed", lines=[*report_tables.failure_lines(stats), *failed]
         ),
@@ -196,6 +206,7 @@ def sections(
     return [
         replace(
             part,
+            notes=[note.replace("plain model", stats.plain_name) for note in part.notes],
             tables=[ranking.arrange(table, merge=part.heading != _TIMES) for table in part.tables],
         )
         for part in parts

@@ -29,6 +29,7 @@ from rope_patch.evaluation.report.table import (
     join_words,
     n_text,
     nats_cell,
+    one_line,
     percent,
     percent_range,
     perplexity_with_interval,
@@ -44,6 +45,7 @@ from rope_patch.evaluation.report.tables import (
     size_text,
     time_ratio_cell,
 )
+from rope_patch.evaluation.request import SERVED
 from rope_patch.statistics import Interval
 
 _MAX_LISTED = 4  # items of a list before "the tables show N more"; methods with sentences on costs
@@ -84,6 +86,10 @@ def summary_warnings(stats: RunStatistics) -> Iterator[str]:
                 f"{share_with_interval(accuracy)} at {length:,} tokens; its scores do not show "
                 "retrieval."
             )
+    for label, server in stats.servers.items():
+        if not server["rotates_as_asked"]:
+            name = f"server {label}" if label else "the server"
+            yield f"How {name} rotates: {one_line(server['rotation'])}."
     if count := len(stats.failures):
         yield f"{count} sample{'s' if count > 1 else ''} failed and count in no number here."
 
@@ -98,12 +104,13 @@ def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
         return
     if stats.plain is None or not stats.lengths_within_training:
         far = stats.accuracy(chosen, lengths=stats.lengths_beyond_training)
-        who = stats.names[chosen]
+        who = f"the {stats.plain_name}" if chosen == stats.plain else stats.names[chosen]
         if far is not None:
             yield (
                 f"Beyond its trained {trained} tokens the model gets "
-                f"{share_with_interval(far)} of the answers right with {who}; the plain model "
-                "was not measured within that length, so no length is called usable."
+                f"{share_with_interval(far)} of the answers right with {who}; "
+                f"the {stats.plain_name} was not measured within that length, so no length is "
+                "called usable."
             )
     else:
         yield _best_method_sentence(stats, ranking, chosen)
@@ -119,7 +126,7 @@ def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
     # Likelihoods decide where accuracies could be anything.
     if shares and (not stats.verdict_length or any(map(is_informative, shares.values()))):
         texts = [
-            f"{'the plain model' if label == stats.plain else stats.names[label]} gets "
+            f"{f'the {stats.plain_name}' if label == stats.plain else stats.names[label]} gets "
             f"{share_with_interval(share)} right"
             for label, share in shares.items()
         ]
@@ -137,7 +144,7 @@ def _best_method_sentence(stats: RunStatistics, ranking: Ranking, chosen: str) -
     among = f", the best of {len(stats.patched)} methods," if is_best else ""
     who = f"With {stats.names[chosen]}{among} the model"
     if chosen == stats.plain:
-        who = "Without a method, the model"
+        who = "As it is served, the model" if stats.is_served else "Without a method, the model"
     usable, reason = stats.effective_length(chosen)
     if usable is not None and usable > stats.trained_length:
         retention = stats.retention(chosen, usable)
@@ -145,7 +152,8 @@ def _best_method_sentence(stats: RunStatistics, ranking: Ranking, chosen: str) -
         text = f"{who} is usable up to {usable:,} tokens, {times} times its trained "
         text += f"{stats.trained_length:,}"
         if retention is not None:
-            text += f": it keeps {_share_with_95_interval(retention)} of the plain model's accuracy"
+            text += f": it keeps {_share_with_95_interval(retention)} of the "
+            text += f"{stats.plain_name}'s accuracy"
         return f"{text}."
     first = next(
         (n for n in stats.lengths_beyond_training if stats.retention(chosen, n) is not None), None
@@ -157,10 +165,11 @@ def _best_method_sentence(stats: RunStatistics, ranking: Ranking, chosen: str) -
     if not can_tell(retention):
         return (
             f"{text}n at {first:,} ({n_text(retention)}) is too small to tell how much of the "
-            "plain model's accuracy it keeps."
+            f"{stats.plain_name}'s accuracy it keeps."
         )
     text += (
-        f"at {first:,} it keeps {_share_with_95_interval(retention)} of the plain model's accuracy"
+        f"at {first:,} it keeps {_share_with_95_interval(retention)} of the {stats.plain_name}'s "
+        "accuracy"
     )
     if retention.high >= THRESHOLD:
         text += f"; n is too small to tell whether that is above {THRESHOLD:.0%}"
@@ -196,7 +205,12 @@ def _long_perplexity_sentences(stats: RunStatistics, ranking: Ranking) -> Iterat
 
 
 def _method_phrase(stats: RunStatistics, label: str) -> str:
-    return "without a patch" if label == stats.plain else f"with {stats.names[label]}"
+    if label == stats.plain:
+        if not stats.is_served:
+            return "without a patch"
+        if label == SERVED:
+            return "as it is served"
+    return f"with {stats.names[label]}"
 
 
 def _join_first_few(texts: list[str]) -> str:
@@ -318,6 +332,7 @@ def _columns(
     longest = {stats.lengths[-1] for stats in runs if stats.lengths}
     decisive = {stats.verdict_length for stats in runs if stats.verdict_length}
     trained = {stats.trained_length for stats in runs}
+    plain = runs[0].plain_name
     at = f"at {longest.pop():,}" if len(longest) == 1 else "at the longest"
     where = f"at {min(decisive):,}" if len(decisive) == 1 else "at the longest"
     of = f"{trained.pop():,}" if len(trained) == 1 else "the trained length"
@@ -333,13 +348,13 @@ def _columns(
     if any(stats.has_ruler for stats in runs):
         yield Cell(text="RULER's 85.6% up to", note="tokens"), each(_ruler_cell)
     if any(can_tell(_retention_at_longest(stats, label)) for stats, label in entries):
-        retention = Cell(text=f"accuracy kept {at}", note=f"% of the plain model's up to {of}")
+        retention = Cell(text=f"accuracy kept {at}", note=f"% of the {plain}'s up to {of}")
         yield retention, each(lambda stats, label: _share_cell(_retention_at_longest(stats, label)))
     shares = [_accuracy_beyond(stats, label) for stats, label in entries]
     if not decisive or any(is_informative(share) for share in shares):
         yield Cell(text=f"accuracy beyond {of}", note="%"), list(map(_share_cell, shares))
     yield from _perplexity_columns(runs, entries, of)
-    short = Cell(text="short tasks", note="points more than the plain model")
+    short = Cell(text="short tasks", note=f"points more than the {plain}")
     yield short, each(_short_tasks_cell)
     time = Cell(text="time to read a prompt", note="times that of the first method")
     yield time, each(_time_cell)
@@ -359,10 +374,10 @@ def _perplexity_columns(
         base = f"the text cut to {contexts.pop():,}"
     if not any(far):
         far = [stats.ratio_to_plain(label, beyond=True) for stats, label in entries]
-        base = "the plain model"
+        base = f"the {runs[0].plain_name}"
     yield ratio_column(far, f"perplexity beyond {of}", base)
     near = [stats.ratio_to_plain(label, beyond=False) for stats, label in entries]
-    yield ratio_column(near, f"perplexity up to {of}", "the plain model")
+    yield ratio_column(near, f"perplexity up to {of}", f"the {runs[0].plain_name}")
 
 
 def _retention_at_longest(stats: RunStatistics, label: str) -> Interval | None:
@@ -411,7 +426,7 @@ def _short_tasks_cell(stats: RunStatistics, label: str) -> Cell:
         return Cell(text=NOTHING)
     change = paired.difference
     text, span = points_text(change.estimate), points_range(change)
-    tip = f"{text} points against the plain model, {span}, {n_text(change)}"
+    tip = f"{text} points against the {stats.plain_name}, {span}, {n_text(change)}"
     return Cell(text=text, note=span, tip=f"{tip}, {short_p_text(stats, label)}")
 
 

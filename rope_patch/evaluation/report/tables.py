@@ -99,7 +99,7 @@ def retention_table(stats: RunStatistics) -> Table | None:
         return None
     columns = length_heads(stats.lengths, stats.trained_length)
     return Table(
-        name="Retention by length: accuracy over the plain model's up to "
+        name=f"Retention by length: accuracy over the {stats.plain_name}'s up to "
         f"{stats.trained_length:,} tokens",
         corner="method",
         columns=columns,
@@ -231,7 +231,8 @@ def _task_rows(stats: RunStatistics, task: str | None, group: str) -> Iterator[R
                 pair = stats.difference(label, stats.plain, task, (length,))
                 if pair is not None:
                     more = (
-                        f"; against the plain model {points_text(pair.difference.estimate)} points "
+                        f"; against the {stats.plain_name} "
+                        f"{points_text(pair.difference.estimate)} points "
                         f"({points_range(pair.difference)})"
                     )
             if at_longest and label in comparisons:
@@ -416,7 +417,7 @@ def _perplexity_averages(stats: RunStatistics) -> Table:
         columns.append((Cell(text="perplexity", beyond=beyond), cells))
         if stats.plain in labels:
             ratios = [stats.ratio_to_plain(label, beyond=beyond) for label in labels]
-            columns.append(ratio_column(ratios, "", "the plain model", beyond=beyond))
+            columns.append(ratio_column(ratios, "", f"the {stats.plain_name}", beyond=beyond))
         if beyond and (names := controls(stats)):
             ratios = [stats.ratio_to_control(label) for label in labels]
             columns.append(ratio_column(ratios, "", f"the {names[0][0]}", beyond=True))
@@ -468,12 +469,12 @@ def short_table(stats: RunStatistics) -> Table | None:
         for task in tasks
     ]
     if len(tasks) > 1:
-        head = Cell(text="all tasks", note="points more than the plain model")
+        head = Cell(text="all tasks", note=f"points more than the {stats.plain_name}")
         columns.append((head, [_overall_cell(stats, label) for label in stats.labels]))
     if stats.plain in stats.losses and len(stats.losses) > 1:
         ratios = [stats.ratio_to_plain(label, beyond=False) for label in stats.labels]
         head_text = f"perplexity up to {stats.trained_length:,}"
-        columns.append(ratio_column(ratios, head_text, "the plain model"))
+        columns.append(ratio_column(ratios, head_text, f"the {stats.plain_name}"))
     by_label = {label: [cells[i] for _, cells in columns] for i, label in enumerate(stats.labels)}
     rows = [
         method_row(stats, label, cells)
@@ -562,7 +563,8 @@ def control_table(stats: RunStatistics) -> Table | None:
     """Return what must fail: the plain model beyond its length, and texts without a needle."""
     rows = []
     for label in stats.labels:
-        if label == stats.plain and stats.lengths_beyond_training:
+        # A server's model may be extended, so its accuracy need not fall.
+        if label == stats.plain and stats.lengths_beyond_training and not stats.is_served:
             far = stats.accuracy(label, lengths=stats.lengths_beyond_training)
             if far is not None:
                 name = f"plain model beyond {stats.trained_length:,} tokens"
@@ -638,7 +640,7 @@ def _overall_cell(stats: RunStatistics, label: str) -> Cell:
         return Cell(text=NOTHING)
     change, span = against.difference, points_range(against.difference)
     text = points_text(change.estimate)
-    tip = f"{text} points against the plain model, 95% interval {span}, {n_text(change)}"
+    tip = f"{text} points against the {stats.plain_name}, 95% interval {span}, {n_text(change)}"
     star = _significance_star(stats, label)
     return Cell(text=f"{text}{star}", note=span, tip=f"{tip}, {short_p_text(stats, label)}")
 

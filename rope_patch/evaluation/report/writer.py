@@ -217,12 +217,13 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
     took = "" if total is None else format_duration(total)
     per_text, precision = run.get("per_text"), run.get("precision")
     facts = {
-        "Model": run.get("model"),
+        **_server_facts(stats),
+        "Model": None if stats.is_served else run.get("model"),
         "Architecture": run.get("architecture"),
         "Parameters": f"{count:,}" if count else None,
         "Weights": run.get("weights"),
         "Trained length": f"{run['trained_length']:,} tokens",
-        "Rotation": _rotation_text(run.get("geometry") or {}),
+        **({} if stats.is_served else {"Rotation": _rotation_text(run.get("geometry") or {})}),
         "Numbers": run.get("dtype"),
         "Weights quantised to": run.get("quantization"),
         "Code of the checkpoint": run.get("code"),
@@ -244,6 +245,24 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
         "Peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
     }
     return [(k, one_line(v)) for k, v in facts.items() if v is not None and v != ""]
+
+
+def _server_facts(stats: RunStatistics) -> dict[str, Any]:
+    """Return the rows about servers; none for a model in one process."""
+    facts: dict[str, Any] = {}
+    for label, server in stats.servers.items():
+        limit, at = server["max_length"], f" {label}" if label else ""
+        facts |= {
+            f"Server{at}": server["url"],
+            f"Served model{at}": server["served_model"],
+            f"Engine{at}": server["engine"],
+            f"Rotation{at}": server["rotation"],
+            f"Limit{at}": "not said" if limit is None else f"{limit:,} tokens",
+            "Tokenizer": f"{server['tokenizer']} ({server['tokenizer_digest'][:19]})",
+            "Prompts": server["prompts"],
+            "Requests at once": server["concurrency"],
+        }
+    return facts
 
 
 def _continued_text(run: Mapping[str, Any]) -> str:

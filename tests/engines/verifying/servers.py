@@ -21,7 +21,7 @@ YARN = {
 
 
 @contextlib.contextmanager
-def vllm(model, parameters, log, *, dtype="float32"):
+def vllm(model, parameters, log, *, dtype="float32", with_tokenizer=False):
     """Serve with vLLM; yield the address.
 
     Args:
@@ -29,6 +29,7 @@ def vllm(model, parameters, log, *, dtype="float32"):
         parameters: The override of `rope_parameters`; None for none.
         log: Where the server's output goes.
         dtype: Of weights and computation.
+        with_tokenizer: Whether it makes texts of what it writes.
     """
     overrides = {"max_position_embeddings": LONGEST}
     if parameters is not None:
@@ -36,9 +37,11 @@ def vllm(model, parameters, log, *, dtype="float32"):
     port = free_port()
     words = [
         *("--model", str(model), "--port", str(port), "--dtype", dtype, "--enforce-eager"),
-        *("--skip-tokenizer-init", "--max-model-len", str(LONGEST)),
+        *("--max-model-len", str(LONGEST), "--served-model-name", "tiny"),
         *("--hf-overrides", json.dumps(overrides)),
     ]
+    if not with_tokenizer:
+        words.append("--skip-tokenizer-init")
     environment = {
         "VLLM_PLUGINS": "",  # vLLM as it is
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

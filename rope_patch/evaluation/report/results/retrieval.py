@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rope_patch import statistics
 from rope_patch.evaluation.report.table import COLOURS, PLAIN, one_line
+from rope_patch.evaluation.request import SERVED
 from rope_patch.evaluation.results_schema import (
     RunMetadata,
     RunRecord,
     SampleRecord,
+    ServerRecord,
     UnscoredSample,
 )
 from rope_patch.statistics import Interval, PairedTest
@@ -49,6 +51,7 @@ class RunResults:
         run: Where and how it ran.
         labels: The methods' labels in order.
         plain: The label of the plain model; None if it did not run.
+        plain_name: What the plain model is called: a server's model is as it was started.
         patched: The other labels.
         trained_length: The trained length in tokens.
     """
@@ -61,15 +64,26 @@ class RunResults:
         self.labels: list[str] = [m["label"] for m in methods]
         plain = [m["label"] for m in methods if m.get("method") is None]
         self.plain: str | None = plain[0] if plain else None
+        self.is_served = "server" in self.run
+        self.plain_name = "plain model"
+        if self.is_served:
+            self.plain_name = "served model" if self.plain == SERVED else f"server {self.plain}"
         self.patched = [label for label in self.labels if label != self.plain]
 
     @cached_property
     def names(self) -> dict[str, str]:
         """Return how each label reads in a sentence."""
+        prefix = "server " if self.is_served else ""
         return {
-            label: "plain model" if label == self.plain else one_line(label)
+            label: self.plain_name if label == self.plain else f"{prefix}{one_line(label)}"
             for label in self.labels
         }
+
+    @property
+    def servers(self) -> Mapping[str, ServerRecord]:
+        """Return the servers by label; "" for the only one, none for models in this process."""
+        several = self.run.get("servers")
+        return several or ({"": self.run["server"]} if self.is_served else {})
 
     @cached_property
     def colour_names(self) -> dict[str, str]:
@@ -261,13 +275,15 @@ class RetrievalStatistics(RunResults):
             length: interval for length, interval in retentions.items() if interval is not None
         }
         if not defined:
-            if self.plain is None or not self.lengths_within_training:
+            if self.plain is None or (not self.lengths_within_training and not self.is_served):
                 return None, "no plain model to compare to"
+            if not self.lengths_within_training:
+                return None, "no length within the trained one was measured, to compare to"
             if not self._cells(self.plain, lengths=self.lengths_within_training):
                 return None, "not measured"
             return None, (
-                f"up to its trained {self.trained_length:,} tokens the plain model is not surely "
-                "better than guessing, so there is nothing to keep"
+                f"up to its trained {self.trained_length:,} tokens the {self.plain_name} is not "
+                "surely better than guessing, so there is nothing to keep"
             )
         return statistics.effective_length(defined, THRESHOLD)
 
