@@ -314,8 +314,9 @@ class EngineServer:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                with contextlib.suppress(ConnectionError):  # a client that was killed, or gave up
+                    self.end_headers()
+                    self.wfile.write(body)
 
             def log_message(self, *_):
                 pass

@@ -4,20 +4,11 @@ import pytest
 from helpers.engine_server import EngineServer
 from helpers.evaluations import TINY, request
 from helpers.undrawn import leave_undrawn
+from served_parts import PARTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.evaluation import evaluate
-
-# What a run asks: answers that are written, likelihoods, choices, documents, short questions.
-PARTS = {
-    "tasks": (
-        *("rp_recall", "rp_recall_ll", "rp_recall_mc", "rp_nonliteral"),
-        *("perplexity", "rp_short_cloze"),
-    ),
-    "lengths": (336, 448),
-    "control_context": 128,
-}
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from conftest import PARTS
 from helpers.commands import run_in_this_process
 from helpers.engine_server import EngineServer
 from helpers.evaluations import (
@@ -21,6 +20,7 @@ from helpers.kept_predictions import kept_predictions
 from helpers.schema import problems
 from helpers.undrawn import leave_undrawn
 from helpers.user_tasks import write_tasks
+from served_parts import PARTS
 from transformers import AutoModelForCausalLM
 
 import rope_patch
