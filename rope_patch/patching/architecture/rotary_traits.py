@@ -74,9 +74,13 @@ class RotaryTraits:
             ValueError: The class cannot be built from the config.
         """
         probe = make_probe(rotary, config)
-        frequencies = reference_frequencies(rotary, config)
+        frequencies = probe_frequencies(probe, rotary)
         reader, decoder = find_reader(model, rotary), find_decoder(model, rotary)
         owner = find_owner(model, rotary)
+        traits = cls(rotary, config, owner, reader, decoder, probe, frequencies)
+        if traits.is_buffer_used:
+            return traits
+        frequencies = output_frequencies(build_rotary(rotary, config), rotary, 1) or frequencies
         return cls(rotary, config, owner, reader, decoder, probe, frequencies)
 
     @property
