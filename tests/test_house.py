@@ -19,11 +19,11 @@ PACKAGE = ROOT / "rope_patch"
 BUDGETS = {
     "": (1_350, 8),
     "benchmarks": (3_400, 14),
-    "cli": (2_800, 24),
+    "cli": (2_830, 24),
     "diagnosing": (3_090, 11),
     "encodings": (4_200, 19),
-    "evaluation": (10_550, 33),
-    "exporting": (2_350, 14),
+    "evaluation": (10_600, 33),
+    "exporting": (2_650, 15),
     "extending": (1_700, 9),
     "inference": (1_300, 6),
     "integrations": (650, 4),
@@ -43,11 +43,11 @@ BUDGETS = {
     "training": (8_900, 31),
     "transformers_api": (1_330, 9),
     "utils": (1_550, 13),
-    "verifying": (2_850, 10),
+    "verifying": (2_900, 10),
 }
 
 # Folders of peers: a file for each task, engine, method or command.
-PEERS = {"cli": 23, "exporting": 13, "methods": 30, "tasks": 20}
+PEERS = {"cli": 23, "exporting": 14, "methods": 30, "tasks": 20}
 MOST_FILES = 12
 MOST_LINES = 800
 

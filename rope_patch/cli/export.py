@@ -17,8 +17,8 @@ def export(
     model: options.Model,
     engine: str = option(
         ...,
-        "transformers (5), transformers4, vllm, sglang, llama.cpp or mlx; or the trainers axolotl "
-        "and llama-factory.",
+        "transformers (5), transformers4, vllm, sglang, llama.cpp, mlx (mlx-lm) or mlx-vlm; or the "
+        "trainers axolotl and llama-factory.",
     ),
     method: str | None = option(
         None, "What to apply; else what the model's own config or rope_patch.json says."

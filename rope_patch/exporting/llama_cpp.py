@@ -182,7 +182,7 @@ def _deepseek_v4_export(target: Target) -> Export:
         flags += ["--yarn-ext-factor", "0"]
     if "rope_theta" in changed:
         flags += ["--rope-freq-base", _format_number(thetas["rope_theta"])]
-    keys = [("context_length=int", target.length)]
+    keys: list[tuple[str, float]] = [("context_length=int", target.length)]
     if "compress_rope_theta" in changed:
         key = "attention.compress_rope_freq_base=float"
         keys.append((key, thetas["compress_rope_theta"]))

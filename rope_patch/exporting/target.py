@@ -358,8 +358,13 @@ class Target:
         """Raise if transformers' check of the fields fails, which engines on transformers run."""
         if not any(config_rope_type(p) == "longrope" for p in all_parameters.values()):
             return
+        own_keys = {key for r in self.rotations.values() for key in r.checkpoint_parameters}
+        known = {  # transformers would warn of the engines' own names
+            kind: {k: v for k, v in p.items() if k in own_keys or not k.endswith("_mscale")}
+            for kind, p in all_parameters.items()
+        }
         text = copy.deepcopy(self.text)
-        text.rope_parameters = copy.deepcopy(all_parameters.get(None, all_parameters))
+        text.rope_parameters = copy.deepcopy(known.get(None, known))
         try:
             text.validate_rope()
         except Exception as error:  # such as Gemma 4's, for a head_dim that differs by layer

@@ -181,7 +181,7 @@ def test_mlx_gets_rope_parameters_where_its_files_read_them():
 def test_heads_that_rotate_neighbours_get_no_stretches_from_mlx():
     """Their longrope rotates halves of heads: `traditional=False` in SuScaledRoPE."""
     model = empty_model("", tiny_config("llama4"))
-    rope_patch.patch(model, "ntk-by-parts", factor=4.0, kernels="hf")
+    rope_patch.patch(model, "clipped", factor=4.0, kernels="hf")
     for engine in ("mlx", "mlx-vlm"):
         with pytest.raises(rope_patch.Refused, match="rotates neighbours"):
             rope_patch.export(model, engine)

@@ -9,7 +9,7 @@ DEFECTS = [
     Defect(
         "scalings are printed for SGLang's models that never read them",
         "rope_patch/exporting/sglang.py",
-        "    require_fields_are_read(target, NAME)\n",
+        "        if target.model_type not in _GEMMA4:\n            require_fields_are_read(target, NAME)\n",
         "",
         (f"{_FIELDS}::test_sglang_refuses_scalings_that_its_model_file_drops",),
     ),
@@ -102,16 +102,37 @@ DEFECTS = [
     Defect(
         "DeepSeek-V4 gets a new theta under a name that vLLM ignores",
         "rope_patch/exporting/vllm.py",
-        '    if target.model_type == "deepseek_v4":\n        fields |= _deepseek_v4_thetas(target)\n',
-        "",
-        (f"{_SPECIAL}::TestDeepseekV4::test_vllm_rotates_as_the_patched_model",),
+        "        fields |= deepseek_v4.changed_thetas(target)\n",
+        "        pass\n",
+        (f"{_SPECIAL}::TestDeepseekV4::test_engines_rotate_as_the_patched_model",),
     ),
     Defect(
-        "DeepSeek-V4 gets an attention factor that vLLM leaves out",
-        "rope_patch/exporting/vllm.py",
+        "DeepSeek-V4 gets an attention factor that engines leave out",
+        "rope_patch/exporting/deepseek_v4.py",
         "        and rotation.attention_factor == 1\n",
         "",
-        (f"{_SPECIAL}::TestDeepseekV4::test_what_vllm_would_read_otherwise_is_refused",),
+        (f"{_SPECIAL}::TestDeepseekV4::test_what_engines_would_read_otherwise_is_refused",),
+    ),
+    Defect(
+        "DeepSeek-V4 gets fields that SGLang does not find, nested as transformers nests them",
+        "rope_patch/exporting/sglang.py",
+        "    if target.model_type == deepseek_v4.MODEL_TYPE:\n        all_parameters",
+        "    if False:\n        all_parameters",
+        (f"{_SPECIAL}::TestDeepseekV4::test_engines_rotate_as_the_patched_model",),
+    ),
+    Defect(
+        "latent attention gets a scaling that engines take for YaRN",
+        "rope_patch/exporting/target.py",
+        '        rotation.scaling == "yarn" and is_deepseek and parameters.get("truncate", True)\n',
+        "        True\n",
+        (f"{_SPECIAL}::TestLatentAttention::test_other_scalings_are_refused",),
+    ),
+    Defect(
+        "files of mlx-lm that read rope_parameters get the old fields alone",
+        "rope_patch/exporting/mlx.py",
+        "    if reads_rope_parameters(target, engine):\n",
+        "    if False:\n",
+        (f"{_FIELDS}::test_mlx_gets_rope_parameters_where_its_files_read_them",),
     ),
     Defect(
         "per-pair factors are printed for models that rotate neighbours, of which engines rotate halves",
@@ -155,8 +176,8 @@ DEFECTS = [
     Defect(
         "stretches are put into a file of Qwen, which llama.cpp then cannot load",
         "rope_patch/exporting/llama_cpp.py",
-        '_STRETCH_ARCHITECTURES = ("llama",)',
-        '_STRETCH_ARCHITECTURES = ("llama", "qwen2", "qwen3")',
+        'if file_architecture(target) != "llama" or target.model_type not in _STRETCH_TYPES:',
+        'if "gpt_oss" in target.model_type or "gemma" in target.model_type:',
         (f"{_SPECIAL}::TestPerPairFactorsForLlamaCpp::test_other_architectures_are_refused",),
     ),
     Defect(

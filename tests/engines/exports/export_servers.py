@@ -60,10 +60,10 @@ def llama_cpp(path, words, log):
 
 
 @contextlib.contextmanager
-def mlx_lm(folder, log):
-    """Serve a folder with mlx-lm's model of it; yield the address."""
+def mlx_lm(folder, log, package="mlx_lm"):
+    """Serve a folder with mlx-lm's model of it, or mlx-vlm's; yield the address."""
     port = free_port()
-    command = [sys.executable, str(_HERE / "serve_mlx_lm.py"), str(folder), str(port)]
+    command = [sys.executable, str(_HERE / "serve_mlx_lm.py"), str(folder), str(port), package]
     with running_server(command, port, log) as url:
         yield url
 
@@ -100,5 +100,7 @@ def convert(folder, path):
     """Convert a checkpoint's folder to a GGUF file by llama.cpp's own converter."""
     command = [sys.executable, str(_HERE / "convert_without_tokenizer.py")]
     command += [str(find_converter()), str(folder), "--outfile", str(path), "--outtype", "f32"]
+    if "qwen3_5" in (Path(folder) / "config.json").read_text():
+        command.append("--no-mtp")  # the tiny checkpoint predicts one token at a time
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]

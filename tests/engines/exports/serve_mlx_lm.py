@@ -1,30 +1,29 @@
-"""Serve a folder's model by mlx-lm, with OpenAI's completions and log-probabilities of a prompt.
+"""Serve a model by mlx-lm or mlx-vlm, with OpenAI's completions and log-probabilities of a prompt.
 
-mlx-lm's own server takes text only, and gives log-probabilities of what it writes only. Model,
-weights, config, prompts in pieces and cached keys are mlx-lm's here.
+Their own servers take text only, and give log-probabilities of what they write only. Model,
+weights, config, prompts in pieces and cached keys are theirs here.
 
-Arguments: the folder and the port.
+Arguments: the folder, the port, and the package: mlx_lm or mlx_vlm.
 """
 
+import importlib
 import json
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_model
 
 _PIECE = 100  # tokens of a prompt at once, so that most of them meet cached keys
 
 
-def prompt_log_probs(model, ids):
+def prompt_log_probs(model, cache, ids):
     """Return the log-probability of each token but the first, for which None stands."""
-    cache = make_prompt_cache(model)
     values = [None]
     for start in range(0, len(ids), _PIECE):
         piece = ids[start : start + _PIECE]
-        logits = model(mx.array([piece]), cache=cache)[0].astype(mx.float32)
+        output = model(mx.array([piece]), cache=cache)
+        logits = getattr(output, "logits", output)[0].astype(mx.float32)
         log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         following = ids[start + 1 : start + len(piece) + 1]
         rows = mx.arange(len(following))
@@ -34,8 +33,10 @@ def prompt_log_probs(model, ids):
 
 def main():
     """Serve until the process ends."""
-    folder, port = sys.argv[1:]
-    model, _ = load_model(Path(folder))
+    folder, port, package = sys.argv[1:]
+    make_prompt_cache = importlib.import_module(f"{package}.models.cache").make_prompt_cache
+    loaded = importlib.import_module(f"{package}.utils").load_model(Path(folder))
+    model = loaded[0] if isinstance(loaded, tuple) else loaded.language_model
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -49,7 +50,7 @@ def main():
             if not (self.path == "/v1/completions" and body.get("echo") and body.get("logprobs")):
                 self.answer({"error": "expected a completion with echo and logprobs"}, 400)
                 return
-            values = prompt_log_probs(model, body["prompt"])
+            values = prompt_log_probs(model, make_prompt_cache(model), body["prompt"])
             self.answer({"choices": [{"logprobs": {"token_logprobs": values}}]})
 
         def answer(self, content, status=200):

@@ -4,9 +4,6 @@ llama.cpp's own converter makes the GGUF files, with words that stand for token 
 tokenizer.
 """
 
-import json
-import shutil
-
 import pytest
 
 pytest.importorskip("xllamacpp")
@@ -41,25 +38,6 @@ REFUSED = {
     "gpt-oss, yarn": "its YaRN is always truncated",
     "Qwen3, p-RoPE": "a GGUF file has stretches pair by pair for",
 }
-
-
-@pytest.fixture
-def convertible(folder_of, tmp_path):
-    """Return a function that returns a checkpoint's folder with what converters read of words."""
-
-    def copy(checkpoint):
-        folder = tmp_path / checkpoint
-        shutil.copytree(folder_of(checkpoint), folder)
-        words = {
-            f"<{i}>": i
-            for i in range(json.loads((folder / "config.json").read_text())["vocab_size"])
-        }
-        (folder / "tokenizer.json").write_text(
-            json.dumps({"model": {"vocab": words}, "added_tokens": []})
-        )
-        return folder
-
-    return copy
 
 
 def verify(case, path, words, folder, log):

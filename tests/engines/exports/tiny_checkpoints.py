@@ -24,7 +24,7 @@ LEAST_MARGIN = 1000.0  # nats over the next hypothesis; the command asks for 10
 _STRETCHES = [1 + 3 * (pair / (_PAIRS - 1)) ** 2 for pair in range(_PAIRS)]
 
 
-def _config(kind, length, rope, **fields):
+def make_config(kind, length, rope, **fields):
     return getattr(transformers, f"{kind}Config")(
         **{
             "hidden_size": 128,
@@ -49,7 +49,7 @@ def _plain(theta):
 
 
 def _gemma3(length, full):
-    return _config(
+    return make_config(
         "Gemma3Text",
         length,
         {"sliding_attention": _plain(1e4), "full_attention": full},
@@ -62,7 +62,7 @@ def _gemma3(length, full):
 
 
 def _gpt_oss(length, rope):
-    return _config(
+    return make_config(
         "GptOss",
         length,
         rope,
@@ -74,10 +74,10 @@ def _gpt_oss(length, rope):
 
 
 def _phi3(length, original, rope):
-    return _config("Phi3", length, rope, original_max_position_embeddings=original)
+    return make_config("Phi3", length, rope, original_max_position_embeddings=original)
 
 
-def _configs():
+def configs():
     """Return the configs: published ones in all that concerns the rotation, but for lengths."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     llama3 = {
@@ -101,11 +101,11 @@ def _configs():
         "original_max_position_embeddings": 64,
     }
     return {
-        "Qwen3": _config("Qwen3", 256, _plain(1e6), head_dim=_HEAD),
-        "Qwen3-YaRN": _config("Qwen3", 1024, {**yarn, "rope_theta": 1e6}, head_dim=_HEAD),
-        "Qwen2.5": _config("Qwen2", 256, _plain(1e6)),
-        "Llama-3": _config("Llama", 256, _plain(5e5)),
-        "Llama-3.1": _config("Llama", 512, {**llama3, "rope_theta": 5e5}),
+        "Qwen3": make_config("Qwen3", 256, _plain(1e6), head_dim=_HEAD),
+        "Qwen3-YaRN": make_config("Qwen3", 1024, {**yarn, "rope_theta": 1e6}, head_dim=_HEAD),
+        "Qwen2.5": make_config("Qwen2", 256, _plain(1e6)),
+        "Llama-3": make_config("Llama", 256, _plain(5e5)),
+        "Llama-3.1": make_config("Llama", 512, {**llama3, "rope_theta": 5e5}),
         "Phi-3-4k": _phi3(256, 256, _plain(1e4)),
         "Phi-3-128k": _phi3(512, 128, {**longrope, "rope_theta": 1e4}),
         "Gemma-3-1B": _gemma3(256, _plain(1e6)),
@@ -119,7 +119,7 @@ class Case:
     """A checkpoint, and what is asked of it.
 
     Attributes:
-        checkpoint: One of `_configs()`.
+        checkpoint: One of `configs()`.
         method: The method; None for the checkpoint's own rotation.
         request: Arguments of `rope_patch.patch`, options of the method among them.
     """
@@ -180,10 +180,9 @@ CASES = {
 }
 
 
-def write_checkpoint(name, folder):
-    """Write a checkpoint's config and random weights to a folder."""
+def write_checkpoint(config, folder):
+    """Write a config and random weights to a folder."""
     torch.manual_seed(0)
-    config = _configs()[name]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
