@@ -138,7 +138,7 @@ def test_a_front_gives_a_name_once(monkeypatch):
 NOT_IN_GROUPS = {
     *("benchmarks", "cli", "distributed", "engines", "evaluation", "experiments"),
     *("exporting", "extending", "gpu", "lab", "machine_code", "ops", "pictures", "recommending"),
-    *("runs", "searching", "statistics", "tasks", "training", "utils"),
+    *("runs", "searching", "served", "statistics", "tasks", "training", "utils"),
     *("verifying", "installed", "oldest"),
     *("assets", "behaviour", "compatibility", "helpers", "regressions"),
 }
