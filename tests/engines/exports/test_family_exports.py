@@ -36,16 +36,17 @@ _PACKAGES = {
     "mlx-vlm": ("mlx_vlm", "mlx-vlm"),
 }
 # What the engines have a form for and run on a CPU. Of DeepSeek-V4, llama.cpp's converter and
-# mlx-vlm read the published names of weights alone, and vLLM needs a GPU. mlx-lm reads Qwen3.5 as a
-# part of a composite model.
+# mlx-vlm read the published names of weights alone, and vLLM needs a GPU. llama.cpp stops at a
+# GLM-5 as small as this, and its converter of Ministral 3 at a vocabulary without a tokenizer.
+# mlx-lm reads Qwen3.5 as a part of a composite model.
 RUN = {
     "vllm": (
         *("gpt-oss, own", "gpt-oss, yarn", "Ministral 3, own", "Ministral 3, yarn"),
         *("Kimi K2.5, yarn", "Qwen3.5, Qwen3.8, yarn", "Gemma 4, own", "Gemma 4, ntk"),
     ),
     "llama.cpp": (
-        *("Ministral 3, yarn", "Kimi K2.5, yarn", "Gemma 4, ntk", "Gemma 4, linear", "GLM-5, ntk"),
-        *("Qwen3.5, Qwen3.8, yarn", "Gemma 4, own", "Kimi K2.5, own", "Ministral 3, own"),
+        *("Qwen3.5, Qwen3.8, yarn", "Kimi K2.5, own", "Kimi K2.5, yarn"),
+        *("Gemma 4, own", "Gemma 4, linear", "Gemma 4, ntk"),
     ),
     "mlx": (
         *("Kimi K2.5, own", "Kimi K2.5, yarn", "Ministral 3, own", "Ministral 3, yarn"),
