@@ -54,7 +54,7 @@ def relabelled(results):
     [
         {},
         {"log_probs": "vllm", "owner": "vllm", "max_model_len": 1024},
-        {"least_tokens": 1, "max_model_len": 449},
+        pytest.param({"least_tokens": 1, "max_model_len": 449}, marks=pytest.mark.slow),
     ],
     ids=["echo", "prompt_logprobs", "writes one token at least"],
 )
