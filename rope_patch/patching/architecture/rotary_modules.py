@@ -94,6 +94,7 @@ def unreached_rotation(model: nn.Module, text_config: type) -> str | None:
         if id(module) in inner
         and "rotary" in type(module).__name__.lower()
         and _tables(module) is not None
+        and not _prefixes(module)  # BLT's are of that shape, under configs of other parts
     ]
     if not found:
         return None
