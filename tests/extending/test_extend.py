@@ -117,7 +117,8 @@ def test_exports_are_those_of_the_patched_model(tmp_path, method, engines):
     for engine in ENGINES:
         section = page.split(f"## {engine}\n")[1].split("\n## ")[0]
         assert section.strip().startswith("Not from this folder: ") == (engine not in engines)
-    for engine in engines - {"llama.cpp", "mlx", "mlx-vlm"}:  # their lines depend on the converted config
+    # The lines of the others depend on the converted config.
+    for engine in engines - {"llama.cpp", "mlx", "mlx-vlm"}:
         written = json.loads((folder / "exports" / f"{engine}.json").read_text())
         expected = rope_patch.export(model, engine)
         assert written["config"] == expected.config
