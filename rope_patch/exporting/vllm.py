@@ -27,7 +27,7 @@ from rope_patch.exporting.target import (
     latent_attention_fields,
 )
 from rope_patch.methods.ntk_by_parts import yarn_mscale
-from rope_patch.rope_config import config_rope_type
+from rope_patch.rope_config import TEMPERATURE_KEY, config_rope_type
 from rope_patch.utils.errors import Refused
 
 NAME = "vllm"
@@ -96,6 +96,12 @@ def overrides(target: Target, length: int, positions: int) -> dict[str, Any]:
     fields = {"max_position_embeddings": positions, **target.fields(all_parameters)}
     if target.model_type == deepseek_v4.MODEL_TYPE:
         fields |= deepseek_v4.changed_thetas(target)
+    if (rotation := target.rotations.get(None)) is not None and rotation.has_temperature:
+        own = rotation.checkpoint_parameters  # models/mistral.py reads it from here alone
+        fields["llama_4_scaling"] = {
+            "original_max_position_embeddings": own["original_max_position_embeddings"],
+            "beta": own[TEMPERATURE_KEY],
+        }
     return target.nest_fields(fields)
 
 

@@ -73,7 +73,7 @@ def override_config(original, fields, merges=False):
     """
     config = copy.deepcopy(original)
     for key, value in fields.items():
-        assert hasattr(config, key)
+        assert hasattr(config, key) or key == "llama_4_scaling"  # vLLM's own
         if merges and key == "rope_parameters":
             value = {**config.rope_parameters, **value}
         setattr(config, key, copy.deepcopy(value))

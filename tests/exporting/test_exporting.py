@@ -113,8 +113,12 @@ def test_temperature_of_positions_starts_where_it_did(engine, method):
     if (engine, method) == ("sglang", "ntk"):
         assert_refused(model, engine, "temperature begins; use yarn")
         return
-    parameters = export(model, engine).config["rope_parameters"]
+    config = export(model, engine).config
+    parameters = config["rope_parameters"]
     assert parameters["llama_4_scaling_beta"] == 0.1
+    if engine == "vllm":  # its models/mistral.py reads this field
+        own = {"original_max_position_embeddings": 16384, "beta": 0.1}
+        assert config["llama_4_scaling"] == own
     assert parameters["original_max_position_embeddings"] == 16384
 
 

@@ -40,7 +40,7 @@ _PACKAGES = {
 # GLM-5 as small as this, and its converter of Ministral 3 at a vocabulary without a tokenizer.
 # mlx-lm reads Qwen3.5 as a part of a composite model.
 RUN = {
-    "vllm": ("gpt-oss, own", "gpt-oss, yarn"),
+    "vllm": ("Ministral 3, yarn", "gpt-oss, own", "gpt-oss, yarn"),
     "llama.cpp": (
         *("Qwen3.5, Qwen3.8, yarn", "Kimi K2.5, own", "Kimi K2.5, yarn"),
         *("Gemma 4, own", "Gemma 4, linear", "Gemma 4, ntk"),
