@@ -23,7 +23,7 @@ BUDGETS = {
     "diagnosing": (3_090, 11),
     "encodings": (4_200, 19),
     "evaluation": (10_600, 33),
-    "exporting": (2_650, 15),
+    "exporting": (2_660, 15),
     "extending": (1_700, 9),
     "inference": (1_300, 6),
     "integrations": (650, 4),
