@@ -36,7 +36,7 @@ BUDGETS = {
     "recommending": (2_550, 9),
     "runs": (400, 3),
     "searching": (3_500, 20),
-    "served": (1_200, 8),
+    "served": (1_200, 7),
     "serving": (1_300, 11),
     "statistics": (1_500, 8),
     "tasks": (3_950, 29),

@@ -1,11 +1,18 @@
-"""A server as it describes itself: the model, its limit, and what it tells of prompts."""
+"""A server as it describes itself: model, limit, what it tells of prompts; and how it rotates."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rope_patch.evaluation.request import EvalRequest
+from rope_patch.evaluation.results_schema import RotationRecord
+from rope_patch.served.request import ServedRequest
+from rope_patch.utils import provenance
 from rope_patch.utils.errors import one_line
+from rope_patch.verifying import verify
 from rope_patch.verifying.clients import (
     COMPLETIONS_PATH,
     CannotReach,
@@ -19,6 +26,10 @@ from rope_patch.verifying.clients import (
 )
 from rope_patch.verifying.engine_detection import engine_at
 from rope_patch.verifying.probe_prompts import ProbePrompt
+
+logger = logging.getLogger("rope_patch")
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True)
@@ -146,13 +157,71 @@ def _version(client: JsonClient, kind: str) -> str | None:
         "llama.cpp": ("/props", "build_info"),
         "sglang": ("/get_server_info", "version"),
     }.get(kind, ("", ""))
-    if not path:
-        return None
-    try:
-        answer = client.get(path)
-    except CannotReach:
-        raise
-    except CannotVerify:
-        return None
-    version = answer.get(field) if isinstance(answer, dict) else None
+    answer = client.find(path) if path else None
+    version = None if answer is None else answer.get(field)
     return None if version is None else one_line(version, 60)
+
+
+def rotation_of(
+    server: Server, tokenizer: str, request: EvalRequest, served: ServedRequest
+) -> RotationRecord:
+    """Return how a server rotates, by `rope_patch.verify`, or why that is not known.
+
+    Args:
+        server: The server.
+        tokenizer: The tokenizer's folder or name.
+        request: What is evaluated; says how weights are loaded.
+        served: Says whether to verify, and against what.
+
+    Raises:
+        CannotReach: The server does not answer any more.
+    """
+    against = tokenizer if served.against is None else served.against
+    reason = "--no-verify" if not served.verify else _no_weights(against, request, served)
+    verification = None
+    if reason is None:
+        try:
+            verification = verify(
+                server.url,
+                against=against,
+                served_model=server.model,
+                dtype=request.dtype,
+                device_map=request.device_map,
+                gguf_file=request.gguf_file,
+            )
+        except CannotReach:
+            raise
+        except ValueError as error:  # of weights that cannot be read, too
+            if served.against is not None and not isinstance(error, CannotVerify):
+                raise  # they were asked for by name
+            reason = str(error)
+    if verification is None:
+        text = f"not verified: {reason}"
+        logger.warning("how the server rotates is %s", text)
+        return {"rotation": text, "rotates_as_asked": None, "verification": None}
+    text = str(verification).partition("\n")[0]
+    log = logger.info if verification else logger.warning
+    log("%s", text)
+    return {
+        "rotation": text,
+        "rotates_as_asked": {"as-asked": True, "another": False}.get(verification.status),
+        "verification": verification.to_dict(),
+    }
+
+
+def _no_weights(against: str, request: EvalRequest, served: ServedRequest) -> str | None:
+    """Return why there are no weights to verify against; None if there are some."""
+    if served.against is not None:
+        return None
+    folder = Path(against)
+    names = [request.gguf_file] if request.gguf_file else _WEIGHTS
+    files = [file for name in names for file in folder.glob(name)] if folder.is_dir() else []
+    if not files:
+        return f"no weights are at hand in {against}; name them by --against MODEL"
+    size, memory = sum(file.stat().st_size for file in files), provenance.hardware()["memory"]
+    if memory is not None and size > memory:
+        return (
+            f"the weights in {against} take {size / 1e9:.0f} GB, and this machine has "
+            f"{memory / 1e9:.0f} GB"
+        )
+    return None

@@ -23,8 +23,7 @@ from rope_patch.evaluation.session import CACHE, CachedComputation, Session
 from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.served.completions import Completions, ServedLM
 from rope_patch.served.request import ServedRequest
-from rope_patch.served.rotation import rotation_of
-from rope_patch.served.server import Server
+from rope_patch.served.server import Server, rotation_of
 from rope_patch.tasks import CHOICE, LIKELIHOOD, texts
 from rope_patch.utils import checksums
 from rope_patch.utils.errors import Refused
@@ -216,7 +215,15 @@ class ServedSession(Session):
             self.run_folder.write(name, body)
             return
         before = stored["log_probs"]
-        if both := before.keys() & now.keys():
+        both = before.keys() & now.keys()
+        if not both and self.continued:
+            logger.warning(
+                "%s gives no log-probabilities: it is not checked whether it holds the model of "
+                "the earlier answers, which came from %s",
+                self.server.url,
+                stored["url"],
+            )
+        if both:
             apart = sum(abs(before[place] - now[place]) for place in both) / len(both)
             if apart > _SAME:
                 raise Refused(
@@ -225,7 +232,7 @@ class ServedSession(Session):
                     f"{apart:.2f} nats a token: this server has other weights or another rotation; "
                     "give another --out"
                 )
-        if stored["url"] != self.server.url:
+        if both and stored["url"] != self.server.url:
             logger.info(
                 "earlier answers came from %s: the same model is served here, so they are kept",
                 stored["url"],

@@ -221,6 +221,20 @@ class JsonClient:
             self.headers["Authorization"] = f"Bearer {key}"
         self._opener = urllib.request.build_opener(_OwnOriginOnly)
 
+    def find(self, path: str) -> dict[str, Any] | None:
+        """Return the JSON object at a path that some engines have; None without one.
+
+        Raises:
+            CannotReach: The server does not answer at all.
+        """
+        try:
+            answer = self.get(path)
+        except CannotReach:
+            raise
+        except CannotVerify:
+            return None
+        return answer if isinstance(answer, dict) else None
+
     def get(self, path: str) -> Any:
         """Return a path's JSON.
 

@@ -19,7 +19,6 @@ from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.transformers_api.forwards import cache_arguments
 from rope_patch.utils.errors import one_line
 from rope_patch.verifying.clients import (
-    CannotReach,
     CannotVerify,
     Engine,
     JsonClient,
@@ -99,13 +98,8 @@ def engine_at(client: JsonClient, kind: str = "auto", served_model: str | None =
 def _describe(client: JsonClient, kind: str) -> dict[str, Any] | None:
     """Return what an engine says about itself; None from another one."""
     path, mark = _MARKS[kind]
-    try:
-        answer = client.get(path)
-    except CannotReach:
-        raise
-    except CannotVerify:
-        return None
-    return answer if isinstance(answer, dict) and mark in answer else None
+    answer = client.find(path)
+    return answer if answer is not None and mark in answer else None
 
 
 class LocalModel(Engine):

@@ -173,6 +173,22 @@ def test_answers_of_another_rotation_are_not_mixed(make_server, finished):
         served_run(url, folder)
 
 
+def test_it_is_said_where_nothing_can_tell_the_model_of_earlier_answers(
+    make_server, tmp_path, caplog
+):
+    """Without log-probabilities, another rotation under the same name would go unnoticed."""
+
+    def written(asked):
+        return replace(asked, tasks=("rp_recall",), lengths=(200,), depths=(20, 50, 80))
+
+    message = "it is not checked whether it holds the model of the earlier answers"
+    for continues in (False, True):
+        with make_server(log_probs="none").running() as url:
+            served_run(url, tmp_path, written)
+        assert (message in caplog.text) == continues
+    assert "so they are kept" not in caplog.text
+
+
 # -- a server that is busy, slow, or asked for too much at once ------------------------------------
 
 
