@@ -211,7 +211,7 @@ class Answerer:
         """Return the length whose rotation the prompt gets, in tokens."""
         handle = self.reader.handle
         if question.max_new_tokens and handle and handle.method.fixed_at_admission:
-            return question.tokens
+            return question.tokens - 1  # the last new token is never read
         return question.pass_tokens
 
     def _is_done(self, question: Question, new_ids: list[int]) -> bool:

@@ -26,8 +26,8 @@ class LengthGrowth(Method):
 
     growth: str = option(
         "stepped: the factor rises on the grid 2^(k/4), so cached keys are seldom rotated again; "
-        "exact: with every token; admission: the step that serves the prompt and all new tokens, "
-        "from the first token on, so no cached key is ever rotated again",
+        "exact: with every token; admission: the step that serves the prompt and all new tokens "
+        "that are read, from the first token on, so no cached key is ever rotated again",
         default="stepped",
     )
 

@@ -50,9 +50,19 @@ def make_hypotheses(asked: AskedRotation, longest: int) -> list[Hypothesis]:
         *_layers(asked),
         *_positions_and_pairs(asked),
     ]
-    as_asked = Hypothesis(
-        AS_ASKED, f"rotates as asked ({asked.name})", asked.asked, asked.extension
-    )
+    says = f"rotates as asked ({asked.name})"
+    as_asked = Hypothesis(AS_ASKED, says, asked.asked, asked.extension)
+    if (
+        asked.handle is not None
+        and asked.is_length_dependent
+        and not _acts_beyond_frequencies(asked)
+    ):
+        says += ", each request from its first token on by the length that its answer may reach"
+        by_request = Hypothesis(BY_REQUEST, says, asked.asked, is_by_request=True)
+        if asked.handle.method.fixed_at_admission:
+            as_asked = replace(by_request, name=AS_ASKED)
+        else:
+            candidates.insert(0, by_request)
     lengths = sorted({1, asked.trained_length, asked.trained_length + 1, asked.target_length})
     hypotheses: list[Hypothesis] = [as_asked]
     rotations = [[as_asked.rotation(n) for n in lengths]]
@@ -400,6 +410,8 @@ def _if_possible(make: Callable[..., _T], *arguments: Any, **options: Any) -> _T
 
 
 AS_ASKED = "as-asked"
+BY_REQUEST = "by-request"  # as rope_patch's plugin for vLLM, and growth="admission"
+RIGHT = (AS_ASKED, BY_REQUEST)  # the names of what a right engine does
 WRAPS, CLAMPS = "wraps", "clamps"
 
 
@@ -418,6 +430,7 @@ class Hypothesis:
         keeps_stale_keys: Whether cached keys keep the rotation of their time as the text grows.
         has_other_pairs: Whether it rotates neighbours where the model was trained on pairs half a
             head apart, or the other way round.
+        is_by_request: Whether a request's rotation is that of its final length from the start.
         aliases: Names of hypotheses that are this same rotation for this request.
     """
 
@@ -429,12 +442,16 @@ class Hypothesis:
     table_end: str = WRAPS
     keeps_stale_keys: bool = False
     has_other_pairs: bool = False
+    is_by_request: bool = False
     aliases: tuple[str, ...] = ()
 
     @property
     def deviations(self) -> tuple[Any, ...]:
         """Return what it does beside its frequencies; equal for hypotheses that do the same."""
-        return self.table_rows, self.table_end, self.keeps_stale_keys, self.has_other_pairs
+        return (
+            *(self.table_rows, self.table_end),
+            *(self.keeps_stale_keys, self.has_other_pairs, self.is_by_request),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return name, sentence and aliases, for JSON."""

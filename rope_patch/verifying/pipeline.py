@@ -19,7 +19,7 @@ from rope_patch.utils.terminal import progress_bar
 from rope_patch.verifying.asked_rotation import AskedRotation
 from rope_patch.verifying.clients import CannotReach, CannotVerify, Engine, Observation
 from rope_patch.verifying.engine_detection import open_engine
-from rope_patch.verifying.hypotheses import AS_ASKED, Hypothesis, make_hypotheses
+from rope_patch.verifying.hypotheses import AS_ASKED, BY_REQUEST, Hypothesis, make_hypotheses
 from rope_patch.verifying.probe_prompts import ProbePrompt, PromptMaker, make_prompt_maker
 from rope_patch.verifying.reference import Reference, Subject, measure_noise, open_subject
 from rope_patch.verifying.verdict import Evidence, Verdict, judge, needs_no_more
@@ -292,8 +292,11 @@ class _Run:
             if observation is not None:
                 return observation
             why = "the engine does not say which ids it writes"
-        self.hypotheses.remove(stale)
         self.untested[stale.name] = why
+        # Prompts alone are read alike as asked and by request.
+        for each in list(self.hypotheses):
+            if each is stale or each.name == BY_REQUEST:
+                self.hypotheses.remove(each)
         return None
 
     def _is_over(self, needed: float = 0.0) -> bool:

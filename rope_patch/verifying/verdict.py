@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rope_patch.verifying.clients import Observation
-from rope_patch.verifying.hypotheses import AS_ASKED
+from rope_patch.verifying.hypotheses import RIGHT
 from rope_patch.verifying.probe_prompts import ProbePrompt
 
 ROTATES_AS_ASKED, ROTATES_OTHERWISE, CANNOT_TELL = "as-asked", "another", "cannot-tell"
@@ -107,15 +107,15 @@ def judge(evidence: Evidence, noise: float) -> Verdict:
             "attention window or its numerics differ"
         )
         explains, ruled_out = (), ()
-    elif AS_ASKED in explains and len(explains) > 1:
+    elif set(explains).issubset(RIGHT):
+        status = ROTATES_AS_ASKED
+    elif not set(explains).isdisjoint(RIGHT):
         status = CANNOT_TELL
         reason = (
             f"{', '.join(explains)} cannot be told apart: on these prompts they differ by "
             f"{max(rivals[name].apart for name in explains):.2g} nats a token, and the noise floor "
             f"is {rest:.2g}"
         )
-    elif AS_ASKED in explains:
-        status = ROTATES_AS_ASKED
     return Verdict(status, explains, ruled_out, rivals, closest, rest, noise, reason)
 
 

@@ -69,12 +69,13 @@ def generate_greedily(model, ids, count):
 def score_in_one_pass(model, ids, target, room=0):
     """Return the target's log-likelihood in one pass, and whether greedy decoding gives it.
 
-    A model that was admitted with an answer of `room` tokens rotates the target for that length.
+    A model that was admitted with an answer of `room` tokens rotates the target for that length,
+    less the last token, which is never read.
     """
     handle = rope_patch.current(model)
     admitted = room > 0 and handle is not None and handle.method.fixed_at_admission
     if admitted:
-        handle.fix_length(len(ids) + room)
+        handle.fix_length(len(ids) + max(room - 1, len(target) - 1))
     logits = model(torch.tensor([[*ids, *target[:-1]]]), use_cache=False).logits[0]
     if admitted:
         handle.fix_length(None)

@@ -140,7 +140,7 @@ DEFECTS = [
     Defect(
         "hypotheses that the prompts cannot tell apart are one verdict",
         "rope_patch/verifying/verdict.py",
-        "    elif AS_ASKED in explains and len(explains) > 1:\n",
+        "    elif not set(explains).isdisjoint(RIGHT):\n",
         "    elif False:\n",
         ("tests/verifying/test_verdicts.py::test_hypotheses_within_the_noise_floor_are_one_group",),
     ),

@@ -57,8 +57,8 @@ DEFECTS = [
     Defect(
         "a folder with an equals sign in its name is taken for a label in report --trained",
         "rope_patch/cli/report.py",
-        '        has_label = "=" in text and not Path(text).exists()\n',
-        '        has_label = "=" in text\n',
+        '    has_label = "=" in text and not Path(text).exists()\n',
+        '    has_label = "=" in text\n',
         ("tests/evaluation/test_compare_command.py::test_a_trained_model_is_a_further_method",),
     ),
     Defect(

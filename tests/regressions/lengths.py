@@ -228,6 +228,17 @@ DEFECTS = [
         (f"{_TESTS}/test_mrope.py::test_positions_counted_from_a_longer_mask_are_refused",),
     ),
     Defect(
+        "a request counts for a token that is never read, so a scored prompt of 2^(k/4) times the "
+        "trained length is rotated by the next factor",
+        "rope_patch/serving/vllm/requests.py",
+        "max((max_tokens or 0) - 1, 0)",
+        "(max_tokens or 0)",
+        (
+            "tests/serving/test_profiles.py::"
+            "test_a_request_counts_for_its_prompt_and_what_may_be_read_of_its_answer",
+        ),
+    ),
+    Defect(
         "an admission outlives its generate",
         f"{_FOLDER}/generation.py",
         "            vars(self).update(outer)\n",

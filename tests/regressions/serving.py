@@ -35,10 +35,10 @@ DEFECTS = [
     Defect(
         "a request counts for its prompt alone, and outgrows its profile",
         f"{_VLLM}/requests.py",
-        "    return min(prompt_length + (max_tokens or 0), max_length)\n",
+        "    return min(prompt_length + max((max_tokens or 0) - 1, 0), max_length)\n",
         "    return min(prompt_length, max_length)\n",
         (
-            "tests/serving/test_profiles.py::test_a_request_counts_for_its_prompt_and_all_that_may_follow",
+            "tests/serving/test_profiles.py::test_a_request_counts_for_its_prompt_and_what_may_be_read_of_its_answer",
         ),
     ),
     Defect(

@@ -102,9 +102,11 @@ def test_profiles_have_the_frequencies_of_patch():
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "length"),
-    [(10, 5, 15), (10, None, 10), (10, 1000, 256), (256, 1, 256)],
+    [(10, 5, 14), (10, None, 10), (10, 1, 10), (10, 1000, 256), (255, 1, 255)],
 )
-def test_a_request_counts_for_its_prompt_and_all_that_may_follow(prompt, max_tokens, length):
+def test_a_request_counts_for_its_prompt_and_what_may_be_read_of_its_answer(
+    prompt, max_tokens, length
+):
     assert admitted_length(prompt, max_tokens, LONGEST) == length
 
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import wrong_engines
+from helpers.engine_server import EngineServer
 from helpers.kept_predictions import verify
 from helpers.tiny_models import make_other
 from helpers.vision_models import vision_model
@@ -139,6 +140,37 @@ def with_stale_keys():
 def test_dynamic_methods(make, expected):
     found = verify(make(), method="dynamic-yarn")
     assert found.verdict.explains == (expected,)
+
+
+class ServerByRequest(EngineServer):
+    """Rotates each request from its start by all tokens that it may read, as the vLLM plugin."""
+
+    def write(self, ids, count):
+        handle = rope_patch.current(self.model)
+        handle.fix_length(len(ids) + count - 1)
+        try:
+            return super().write(ids, count)
+        finally:
+            handle.fix_length(None)
+
+
+@pytest.mark.parametrize(
+    ("growth", "make", "says_ids", "expected"),
+    [
+        ("stepped", ServerByRequest, True, "by-request"),
+        ("stepped", ServerByRequest, False, "as-asked"),  # prompts alone do not tell them apart
+        ("admission", ServerByRequest, True, "as-asked"),
+        ("admission", EngineServer, True, "another"),
+    ],
+)
+def test_an_engine_may_fix_each_requests_rotation_at_its_start(growth, make, says_ids, expected):
+    with make(patched("dynamic-yarn"), says_ids=says_ids).running() as url:
+        found = verify(url, method="dynamic-yarn", growth=growth)
+    if expected == "another":  # cached keys that are rotated again are not what was asked for
+        assert found.status == "cannot-tell"
+    else:
+        assert found.verdict.explains == (expected,)
+        assert found.exit_code == 0
 
 
 def test_checkpoint_with_a_scaling_of_its_own(tmp_path):

@@ -200,14 +200,15 @@ class _UpdateModelKwargs(WrappedMethod):
 class Admission(threading.local):
     """Lengths that the present generate of this thread asks for.
 
-    generate says beforehand how long each sequence may become: its prompt and `max_new_tokens`. The
-    frequencies of that length rotate the sequence from its first token on, so no cached key is ever
-    re-rotated. Outside of generate a sequence is admitted with what its first forward holds.
+    generate says beforehand how long each sequence may become: its prompt and `max_new_tokens`, of
+    which the model never reads the last. The frequencies of that length rotate the sequence from
+    its first token on, so no cached key is ever re-rotated. Outside of generate a sequence is
+    admitted with what its first forward holds.
 
     Attributes:
-        lengths: Tokens of each row with all that may be generated; None outside of generate.
+        lengths: Tokens of each row with all that may be read; None outside of generate.
         prompt: Tokens of the prompt in its longest row, and its device.
-        new_tokens: How many tokens may be generated.
+        new_tokens: How many generated tokens may be read: all but the last.
         is_draft: Whether an assistant generates a draft, whose cache no request announces.
         is_new: Whether the lengths have yet to be compared with those that the cache serves.
     """
@@ -314,7 +315,7 @@ class _PrepareLength(WrappedMethod):
         config, admission = self.original_method(**kwargs), self.hooks.admission
         ids, inputs = kwargs["input_ids_length"], kwargs["inputs_tensor"]
         admission.prompt = (max(ids, inputs.shape[1]), inputs.device)
-        admission.new_tokens = config.max_length - ids
+        admission.new_tokens = max(config.max_length - ids - 1, 0)
         return config
 
 

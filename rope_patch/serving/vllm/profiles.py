@@ -58,7 +58,7 @@ class ProfileLengths:
         """Return the profile of a request of `length` tokens: the smallest one that serves it.
 
         Args:
-            length: Tokens of the prompt and all that may be generated.
+            length: The most tokens that the model may read.
 
         Raises:
             ValueError: The request is longer than the engine serves.

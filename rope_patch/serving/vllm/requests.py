@@ -13,16 +13,18 @@ from rope_patch.serving.vllm.rope_type import our_parameters, read_request
 
 
 def admitted_length(prompt_length: int, max_tokens: int | None, max_length: int) -> int:
-    """Return the tokens that a request may come to, which decide its profile.
+    """Return the most tokens of a request that the model may read, which decide its profile.
 
-    vLLM itself sets `max_tokens` to the rest of max_model_len for requests that name none.
+    The last token that is written is never read: a prompt that is scored and writes one token, the
+    fewest that vLLM writes, counts for its own tokens. vLLM itself sets `max_tokens` to the rest of
+    max_model_len for requests that name none.
 
     Args:
         prompt_length: Tokens of the prompt.
         max_tokens: Tokens that may be generated; None for requests that generate none.
         max_length: The engine's max_model_len.
     """
-    return min(prompt_length + (max_tokens or 0), max_length)
+    return min(prompt_length + max((max_tokens or 0) - 1, 0), max_length)
 
 
 def engine_lengths(vllm_config: Any) -> ProfileLengths | None:

@@ -105,7 +105,7 @@ class Reference:
             return self.model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
         with rope_patch.patch(self.model, self.method, kernels="hf", **self.options) as handle:
             if self.method.startswith(("dynamic", "mixed")):
-                handle.fix_length(len(prompt) + max_tokens)
+                handle.fix_length(len(prompt) + max_tokens - 1)  # the last token is never read
             return self.model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
 
 

@@ -43,7 +43,7 @@ class VisionReference(Reference):
     kind = transformers.Qwen2_5_VLForConditionalGeneration
 
     def log_probabilities(self, prompt, output, max_tokens):
-        steps = math.ceil(4 * math.log2((len(prompt) + max_tokens) / TRAINED))
+        steps = math.ceil(4 * math.log2((len(prompt) + max_tokens - 1) / TRAINED))
         if steps > 0 and self.method is not None:
             self.method, self.options = "yarn", {"factor": 2 ** (steps / 4)}
             return super().log_probabilities(prompt, output, max_tokens)
