@@ -30,6 +30,13 @@ def report(
         "several.",
         metavar="[LABEL=]FOLDER",
     ),
+    served: list[str] | None = option(
+        None,
+        "A run of the same questions by a server (`eval URL`): its answers stand beside those of "
+        "the model in this process, question by question, in a column named LABEL (left out: the "
+        "folder's name); several.",
+        metavar="[LABEL=]FOLDER",
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Write a report again, or one report of several runs.
@@ -42,17 +49,18 @@ def report(
       rope-patch report out
       rope-patch report runs/llama runs/qwen --out both
       rope-patch report before --trained fine-tuned=after --out both
+      rope-patch report out/here --served vllm=out/vllm --out both
     """
     from rope_patch.utils import atomic_files
 
     with requires_extra("evaluation needs", "eval"):
         from rope_patch.evaluation.report import conclusions
         from rope_patch.evaluation.report import writer as reporting
-    if (len(runs) > 1 or trained) and out is None:
+    if (len(runs) > 1 or trained or served) and out is None:
         raise ValueError("a report of several runs needs a folder of its own: give --out FOLDER")
     results = [result for run in runs for result in _load_results(run)]
-    if trained:
-        results = [_with_trained(results, trained)]
+    if trained or served:
+        results = [_with_others(results, trained or [], served or [])]
     folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
     shown = None if as_json else show
     with atomic_files.add_write_advice(
@@ -67,39 +75,55 @@ def report(
         raise typer.Exit(VERDICT)
 
 
-def _with_trained(results: list[RunRecord], trained: list[str]) -> RunRecord:
-    """Return the results with those on weights that were trained further, as further methods."""
-    from rope_patch.evaluation.report.merging import add_other_weights, merge_runs
+def _with_others(results: list[RunRecord], trained: list[str], served: list[str]) -> RunRecord:
+    """Return the results with those of other weights and of servers, as further columns."""
+    from rope_patch.evaluation.report.merging import add_other_weights, add_served_run, merge_runs
 
     merged = merge_runs(results)
     if len(merged) != 1:
         raise ValueError(
-            f"--trained needs runs of one model that asked the same questions, got {len(merged)} "
-            "kinds of runs: give those before training alone"
+            f"{'--trained' if trained else '--served'} needs runs of one model that asked the same "
+            f"questions, got {len(merged)} kinds of runs: give those of one kind alone"
         )
     (both,) = merged
-    for text in trained:  # [LABEL=]FOLDER
-        # A folder's own name may have the sign, too, such as lr=1e-5.
-        has_label = "=" in text and not Path(text).exists()
-        given, _, path = text.partition("=") if has_label else ("", "", text)
-        run = Path(path)
-        own = _load_results(run)
-        if len(own) != 1:
-            raise ValueError(f"{run} holds {len(own)} runs: expected one, on the trained weights")
-        methods = [method["label"] for method in own[0]["methods"]]
-        folder = run if run.is_dir() else run.parent
-        label = given or folder.resolve().name
+    for text in trained:
+        run, label, other = _labelled_run(text)
+        methods = [method["label"] for method in other["methods"]]
         labels = {
             method: label if len(methods) == 1 else f"{label}: {method}" for method in methods
         }
         try:
-            both = add_other_weights(both, own[0], labels)
+            if "server" in other["run"]:
+                raise ValueError("it is the evaluation of a server: give it as --served")
+            both = add_other_weights(both, other, labels)
         except ValueError as error:
             raise ValueError(
                 f"{run} cannot be compared: {error}. The command of the others asks the same, with "
                 "--method none and the folder of the trained model"
             ) from error
+    for text in served:
+        run, label, other = _labelled_run(text)
+        try:
+            both = add_served_run(both, other, label)
+        except ValueError as error:
+            raise ValueError(
+                f"{run} cannot be compared: {error}. `rope-patch eval URL` asks the same with the "
+                "options of the others' command, without those of methods"
+            ) from error
     return both
+
+
+def _labelled_run(text: str) -> tuple[Path, str, RunRecord]:
+    """Return the path, the label and the results that `[LABEL=]FOLDER` names."""
+    # A folder's own name may have the sign, too, such as lr=1e-5.
+    has_label = "=" in text and not Path(text).exists()
+    label, _, path = text.partition("=") if has_label else ("", "", text)
+    run = Path(path)
+    own = _load_results(run)
+    if len(own) != 1:
+        raise ValueError(f"{run} holds {len(own)} runs: expected one")
+    folder = run if run.is_dir() else run.parent
+    return run, label or folder.resolve().name, own[0]
 
 
 def _load_results(run: Path) -> list[RunRecord]:

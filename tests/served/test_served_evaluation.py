@@ -134,18 +134,21 @@ def test_the_same_model_at_another_address_is_asked_nothing_again(make_server, f
     assert again["run"]["continued"]
 
 
-def test_a_killed_run_goes_on_where_it_was(make_server, finished, tmp_path):
+def test_a_run_that_is_killed_three_times_goes_on_where_it_was(make_server, finished, tmp_path):
     _, expected, prompts = finished
     folder, server = tmp_path / "out", make_server()
     with server.running() as url:
         asked = request(folder, **{**PARTS, "model": url, "methods": ("none",), "factor": None})
         served = ServedRequest(tokenizer=TINY, verify=False, concurrency=2)
-        run_until_killed(asked, answers=6, run=partial(run, served=served))
-        assert len(answer_lines(folder)) == 6
+        for kills in (1, 2, 3):
+            run_until_killed(asked, answers=2, run=partial(run, served=served))
+            assert len(answer_lines(folder)) == 2 * kills
         results = run(asked, served)
     assert measured_numbers(results) == measured_numbers(expected)
-    # Of what was asked when the kill came, the answers were lost: one a request at once.
-    assert len(prompts) + 3 <= len(server.prompts) <= len(prompts) + 3 + 2 * 2
+    # Each start asks three prompts of its own. Of what was asked when a kill came, the answers were
+    # lost: one a request at once.
+    own, lost = 3 * 3, 3 * 2 * 2
+    assert len(prompts) + own <= len(server.prompts) <= len(prompts) + own + lost
 
 
 def test_a_server_that_dies_loses_nothing(make_server, finished, tmp_path):

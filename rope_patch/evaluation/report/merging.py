@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
+from rope_patch.evaluation.request import SERVED
 from rope_patch.evaluation.results_schema import (
     HarnessRecord,
     PerplexityRecord,
@@ -47,11 +48,12 @@ def add_other_weights(run: RunRecord, other: RunRecord, labels: Mapping[str, str
     """Return a run with the methods of another run, of other weights, under labels of their own.
 
     The samples must be the same, so that the methods compare sample by sample, as those of a
-    model before and after training do.
+    model before and after training do, or of two servers. What a server's model computes in (dtype,
+    quantisation, device) is not compared, because servers do not say.
 
     Args:
         run: The run to add to.
-        other: The run on other weights.
+        other: The run on other weights, or of a server.
         labels: The new label of each of its methods.
 
     Raises:
@@ -59,17 +61,17 @@ def add_other_weights(run: RunRecord, other: RunRecord, labels: Mapping[str, str
     """
     if taken := sorted(_labels(run) & set(labels.values())):
         raise ValueError(f"{taken[0]!r} is the label of a method already: expected a new one")
+    is_served = any("server" in each["run"] for each in (run, other))
     # The weights differ by purpose, and times are those of another run.
-    differences = [
-        name
-        for name, mine, theirs in zip(
-            ("model", "documents", "questions", "short tasks"),
-            (_model_key(run["run"])[1:], *_comparison_key(run)[1:4]),
-            (_model_key(other["run"])[1:], *_comparison_key(other)[1:4]),
-            strict=True,
+    mine, theirs = (
+        (
+            {name: each["run"].get(name) for name in (_SERVED_KEYS if is_served else _MODEL_KEYS)},
+            *_comparison_key(each)[1:4],
         )
-        if mine != theirs
-    ]
+        for each in (run, other)
+    )
+    names = ("model", "documents", "questions", "short tasks")
+    differences = [name for name, a, b in zip(names, mine, theirs, strict=True) if a != b]
     if not differences and not _has_same_prompts(run, other):
         differences = [
             "prompts (other texts, a chat template with a clock, or results of an older version in "
@@ -82,6 +84,32 @@ def add_other_weights(run: RunRecord, other: RunRecord, labels: Mapping[str, str
         )
     renamed: RunRecord = relabelled(other, labels)
     return _merge_pair(run, {**renamed, "cost": {}})
+
+
+def add_served_run(run: RunRecord, other: RunRecord, label: str) -> RunRecord:
+    """Return a run with what a server answered to the same samples, under a label of its own.
+
+    Args:
+        run: The run to add to, of a model in this process.
+        other: The run of one server.
+        label: The server's label.
+
+    Raises:
+        ValueError: The other run is not that of one server, or `add_other_weights` refuses it.
+    """
+    if "server" not in other["run"] or "servers" in other["run"]:
+        raise ValueError("it is not the evaluation of one server: expected that of `eval URL`")
+    if "server" in run["run"]:
+        raise ValueError(
+            "the other run is of a server, too: expected a model in this process; `rope-patch "
+            "compare URL_A URL_B` compares two servers"
+        )
+    both = add_other_weights(run, other, {SERVED: label})
+    for method in both["methods"]:
+        if method["label"] == label:
+            method["method"] = SERVED  # None is the plain model
+    servers = {**run["run"].get("servers", {}), label: other["run"]["server"]}
+    return {**both, "run": {**both["run"], "servers": servers}}
 
 
 def relabelled(value: Any, labels: Mapping[str, str]) -> Any:
@@ -162,16 +190,12 @@ def _comparison_key(run: RunRecord) -> tuple[object, ...]:
     )
 
 
+_SERVED_KEYS = ("trained_length", "chat_template")
+_MODEL_KEYS = ("dtype", "quantization", "attention", "device", *_SERVED_KEYS)
+
+
 def _model_key(run: RunMetadata) -> tuple[object, ...]:
-    return (
-        run.get("weights"),
-        run.get("trained_length"),
-        run.get("dtype"),
-        run.get("quantization"),
-        run.get("attention"),
-        run.get("device"),
-        run.get("chat_template"),
-    )
+    return tuple(run.get(name) for name in ("weights", *_MODEL_KEYS))
 
 
 def _perplexity_key(perplexity: PerplexityRecord | None) -> tuple[object, ...]:

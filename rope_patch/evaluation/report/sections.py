@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rope_patch import tasks
-from rope_patch.evaluation.report import figures
+from rope_patch.evaluation.report import agreement, figures
 from rope_patch.evaluation.report import tables as report_tables
 from rope_patch.evaluation.report.conclusions import MAX_ROWS, Ranking, find_gaps
 from rope_patch.evaluation.report.figures import Picture
@@ -83,6 +83,12 @@ _HARNESS = (
     "from the plain model on the same samples with p < 0.05 (McNemar, or sign flips of scores "
     "between 0 and 1), or a ratio of perplexities whose 95% bootstrap interval over documents is "
     "without 1."
+)
+_AGREEMENT = (
+    "The same samples, asked of a server and of the methods in this process. One rotation in two "
+    "engines differs by rounding alone. Methods that follow the length may differ by design: a "
+    "server may count the room for an answer from the first token on, and reads a document whole, "
+    "whose first tokens are read by themselves here."
 )
 _COST = (
     "Ratios are medians of times measured in turns, with the smallest and the largest of the "
@@ -178,6 +184,12 @@ def sections(
             tables=answers,
         ),
         Section(heading="Retention", notes=[_RETENTION], tables=retention),
+        Section(
+            heading="Question by question",
+            notes=[_AGREEMENT],
+            tables=_if_any(agreement.agreement_table(stats)),
+            lines=list(agreement.agreement_lines(stats)),
+        ),
         _accuracy_section(stats, pictures),
         Section(
             heading="Accuracy by depth",

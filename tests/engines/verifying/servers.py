@@ -21,7 +21,7 @@ YARN = {
 
 
 @contextlib.contextmanager
-def vllm(model, parameters, log, *, dtype="float32", with_tokenizer=False):
+def vllm(model, parameters, log, *, dtype="float32", with_tokenizer=False, by_plugin=False):
     """Serve with vLLM; yield the address.
 
     Args:
@@ -30,8 +30,9 @@ def vllm(model, parameters, log, *, dtype="float32", with_tokenizer=False):
         log: Where the server's output goes.
         dtype: Of weights and computation.
         with_tokenizer: Whether it makes texts of what it writes.
+        by_plugin: Whether rope_patch's plugin rotates, from the trained length on.
     """
-    overrides = {"max_position_embeddings": LONGEST}
+    overrides = {"max_position_embeddings": TRAINED if by_plugin else LONGEST}
     if parameters is not None:
         overrides["rope_parameters"] = parameters
     port = free_port()
@@ -43,7 +44,7 @@ def vllm(model, parameters, log, *, dtype="float32", with_tokenizer=False):
     if not with_tokenizer:
         words.append("--skip-tokenizer-init")
     environment = {
-        "VLLM_PLUGINS": "",  # vLLM as it is
+        "VLLM_PLUGINS": "rope_patch" if by_plugin else "",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",

@@ -1,9 +1,11 @@
 """Test evaluations of vLLM's and llama.cpp's servers, against the same model in this process."""
 
+import json
 import logging
 
 import pytest
 import servers
+from helpers.commands import run_in_this_process
 from servers import LONGEST, TINY, YARN
 
 import rope_patch
@@ -69,6 +71,36 @@ def test_vllm(tmp_path, expected):
     (losses,) = results["perplexity"]["losses"]["served"]
     assert losses == pytest.approx(expected["perplexity"]["losses"]["yarn ×4"][0], abs=NATS)
     assert results["short"][0]["samples"]["served"] == expected["short"][0]["samples"]["yarn ×4"]
+
+
+def test_the_plugin_answers_as_the_method_in_this_process(tmp_path):
+    """In one report, question by question; and `verify` knows how the plugin rotates."""
+    pytest.importorskip("vllm")
+    options = {**SIZES, **TEXTS, "tasks": [*WRITTEN, *SCORED]}
+    here, served, both = tmp_path / "here", tmp_path / "served", tmp_path / "both"
+    rope_patch.evaluate(TINY, ["none", "dynamic-yarn"], factor=4, out=here, **options)
+    patched = rope_patch.load(str(TINY), "dynamic-yarn", factor=4)
+    rope_patch.save(patched, tmp_path / "patched")
+    asked = {**YARN, "rope_type": "dynamic-yarn"}
+    with servers.vllm(
+        TINY, asked, tmp_path / "log.txt", with_tokenizer=True, by_plugin=True
+    ) as url:
+        results = rope_patch.evaluate_server(
+            url, TINY, out=served, against=tmp_path / "patched", **options
+        ).results
+    assert results["run"]["server"]["verification"]["explains"] == ["by-request"]
+    assert results["run"]["server"]["rotates_as_asked"]
+    words = ["report", here, "--served", f"vllm={served}", "--out", both]
+    output = run_in_this_process(*words)
+    assert output.returncode == 0, output.stderr
+    page = (both / "report.md").read_text()
+    print(page.partition("## Question by question")[2].partition("\n## ")[0])
+    assert "server vllm is closest to dynamic-yarn: 36 of 36 scores are the same" in page
+    for entry in json.loads((both / "report.json").read_text())["retrieval"]:
+        mine, other = entry["samples"]["dynamic-yarn"], entry["samples"]["vllm"]
+        assert [row["log_likelihood"] for row in mine] == pytest.approx(
+            [row["log_likelihood"] for row in other], abs=NATS
+        )
 
 
 def test_vllm_without_a_tokenizer_scores_by_its_own_field(tmp_path, expected):

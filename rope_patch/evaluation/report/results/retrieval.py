@@ -73,9 +73,10 @@ class RunResults:
     @cached_property
     def names(self) -> dict[str, str]:
         """Return how each label reads in a sentence."""
-        prefix = "server " if self.is_served else ""
         return {
-            label: self.plain_name if label == self.plain else f"{prefix}{one_line(label)}"
+            label: self.plain_name
+            if label == self.plain
+            else f"{'server ' if label in self.servers else ''}{one_line(label)}"
             for label in self.labels
         }
 
