@@ -319,8 +319,8 @@ class TextOptions(OptionGroup):
     )
     questions: Path | None = option(
         None,
-        "Questions in SQuAD's format for rp_qa_1 and rp_qa_2, instead of key lookups in generated "
-        "articles.",
+        "Questions in SQuAD's format for rp_qa_1, rp_qa_2 and rp_v2_qa, instead of those on "
+        "made-up articles; or in MMLU's for rp_v2_mk_niah and rp_v2_mv_niah.",
     )
     include_path: list[str] | None = option(
         None,

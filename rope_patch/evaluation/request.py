@@ -64,7 +64,8 @@ class EvalRequest:
         haystacks: Texts that retrieval samples are made of; if empty, all that come with us.
         chat_template: Whether questions on long texts are put into the tokenizer's chat template:
             `auto` (where it has one), `on` (lm-eval's own tasks, too) or `off`.
-        questions: A file with questions in SQuAD's format for the question tasks.
+        questions: A file with questions in SQuAD's format for the question tasks, or in MMLU's for
+            the numbered questions of RULERv2.
         include_paths: Folders of a user's own tasks, YAML files as lm-eval reads them.
         perplexity_length: Tokens of a document; the longest of `lengths` unless given.
         window: Tokens averaged into one point of the perplexity curve.

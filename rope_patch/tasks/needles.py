@@ -1,4 +1,4 @@
-"""RULER's eight needle tasks (arXiv:2404.06654), as lm-eval's `custom_dataset`.
+"""RULER's eight needle tasks (arXiv:2404.06654) and RULERv2's two, as lm-eval's `custom_dataset`.
 
 Their wording is RULER's (NVIDIA/RULER, Apache-2.0) and so are the numbers and kinds of needles, so
 that scores compare. The novels that come with the package stand for its essays.
@@ -10,7 +10,7 @@ import random
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice, repeat
 from typing import Any, NamedTuple
 
@@ -29,11 +29,13 @@ PROMPT_MANY = (
     "will quiz you about the {kind}s afterwards.\n{text}\nWhat are all the special magic {kind}s "
     "for {keys} mentioned in the provided text?"
 )
+PROMPT_MANY_2 = PROMPT_MANY.replace("memorize it", "memorize them")  # RULERv2's
 PREFIX_ONE = "The special magic {kind} for {keys} mentioned in the provided text is"
 PREFIX_MANY = "The special magic {kind}s for {keys} mentioned in the provided text are"
 
 ROOM = 128  # tokens that an answer may take
 SEVERAL = 4  # RULER's number of keys, values or queries wherever it has more than one
+_DIGITS_2 = 10  # digits of RULERv2's values
 
 _SENTENCE_ENDS = (".", "!", "?", '."', '!"', '?"')
 _TITLES = {"Mr.", "Mrs.", "Dr.", "St."}
@@ -92,6 +94,17 @@ def multiquery(**metadata: Any) -> dict[str, Any]:
     return samples.build(_all_keys, "rp_niah_multiquery", ROOM, **_at_most_four(metadata))
 
 
+def one_value_of_all(**metadata: Any) -> dict[str, Any]:
+    """Build a number of ten digits in a text of nothing but needles (RULERv2's mk_niah_basic)."""
+    draw = partial(_one_of_all, kind="number", keys=_words, digits=_DIGITS_2)
+    return samples.build(draw, "rp_v2_mk_niah_basic", ROOM, **metadata)
+
+
+def four_values_of_all(**metadata: Any) -> dict[str, Any]:
+    """Build four such numbers of one key, where each key has four (RULERv2's mv_niah_basic)."""
+    return samples.build(_all_values_of_all, "rp_v2_mv_niah_basic", ROOM, **metadata)
+
+
 def _at_most_four(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return metadata with at most a question for each of a text's four needles."""
     return metadata | {"per_text": min(int(metadata.get("per_text", 1)), SEVERAL)}
@@ -124,10 +137,10 @@ def _one_of_four(text: TextContext) -> list[SampleDraft]:
 
 
 def _one_of_all(
-    text: TextContext, kind: str, keys: Callable[[random.Random], Iterator[str]]
+    text: TextContext, kind: str, keys: Callable[[random.Random], Iterator[str]], digits: int = 7
 ) -> list[SampleDraft]:
     """Return samples as `_one_of_four`, in a text of nothing but needles."""
-    names, values = keys(text.rng), _values(text.rng, kind)
+    names, values = keys(text.rng), _values(text.rng, kind, digits)
     needles = _needles(text.depths, names, values)
     # The filler continues the same iterators, so no key comes twice.
     others = (
@@ -174,11 +187,42 @@ def _all_values(text: TextContext) -> list[SampleDraft]:
     return drafts
 
 
+def _all_values_of_all(text: TextContext) -> list[SampleDraft]:
+    """Return samples that ask for all values of a key, in a text of keys with four values each."""
+    # A sample's depth is that of one of its values; the others have random places.
+    names, values = _words(text.rng), numbers(text.rng, _DIGITS_2)
+    asked = []
+    for depth in text.depths:
+        key, places = next(names), [depth, *(text.rng.randint(0, 100) for _ in range(SEVERAL - 1))]
+        asked.append([_Needle(key, next(values), place) for place in sorted(places)])
+    inside = [needle for four in asked for needle in four] if text.planted else []
+    others: list[str] = []
+    order = samples.scattered(text.rng)
+
+    def fill(units: int, needles: list[tuple[int, str]]) -> str:
+        while len(others) < units:
+            key = next(names)
+            for _ in range(SEVERAL):
+                others.append(NEEDLE.format(kind="numbers", key=key, value=next(values)))
+        lines = [others[i] for i in order(units)]
+        return "\n".join(_plant(lines, needles, range(units + 1)))
+
+    return [
+        _draft("number", fill, inside, four, depth, PROMPT_MANY_2)
+        for four, depth in zip(asked, text.depths, strict=True)
+    ]
+
+
 def _draft(
-    kind: str, fill: _Haystack, inside: list[_Needle], targets: list[_Needle], depth: int
+    kind: str,
+    fill: _Haystack,
+    inside: list[_Needle],
+    targets: list[_Needle],
+    depth: int,
+    many: str = PROMPT_MANY,
 ) -> SampleDraft:
     """Return the question for the target needles in a text with the needles `inside`."""
-    prompt, prefix = (PROMPT_ONE, PREFIX_ONE) if len(targets) == 1 else (PROMPT_MANY, PREFIX_MANY)
+    prompt, prefix = (PROMPT_ONE, PREFIX_ONE) if len(targets) == 1 else (many, PREFIX_MANY)
     keys = _join_words(list(dict.fromkeys(needle.key for needle in targets)))
     answers = [needle.value for needle in targets]
     planted = [
@@ -217,10 +261,13 @@ def _uuids(rng: random.Random) -> Iterator[str]:
     return _without_repeats(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)))
 
 
-def _values(rng: random.Random, kind: str) -> Iterator[str]:
-    if kind == "uuid":
-        return _uuids(rng)
-    return _without_repeats(lambda: str(rng.randint(1_000_000, 9_999_999)))
+def _values(rng: random.Random, kind: str, digits: int = 7) -> Iterator[str]:
+    return _uuids(rng) if kind == "uuid" else numbers(rng, digits)
+
+
+def numbers(rng: random.Random, digits: int = 7) -> Iterator[str]:
+    """Yield different numbers of so many digits, without end."""
+    return _without_repeats(lambda: str(rng.randint(10 ** (digits - 1), 10**digits - 1)))
 
 
 def _without_repeats(draw: Callable[[], str]) -> Iterator[str]:

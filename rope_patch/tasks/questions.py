@@ -1,7 +1,8 @@
 """Questions over documents in RULER's wording: made-up articles, or a file of the user's own.
 
-The person's full name stands in the question and in the article, so questions over made-up articles
-are key lookups; RULER's are SQuAD's and HotpotQA's.
+RULER's are SQuAD's and HotpotQA's. Over made-up articles, its two tasks ask by the person's full
+name, so they are key lookups. The four steps of RULERv2's ladder ask by three things that the
+article tells, each of which other articles tell, too.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rope_patch.tasks import samples
+from rope_patch.tasks import needles, samples
 from rope_patch.tasks.synthetic_documents import DocumentQuestion, Encyclopaedia
 from rope_patch.utils.errors import parse_json
 
@@ -33,8 +34,57 @@ PROMPT = (
 DOCUMENT = "Document {i}:\n{document}"
 PREFIX = "Answer:"
 
+_LONGEST = 250  # words of the documents of a question in RULERv2's ladder: a copy must have room
 _MOST_LEFT_OUT = 20_000  # documents in a row that a control may have to skip
 _FIELDS = '{"question": "...", "answers": ["..."], "context": "..."}'
+
+
+class _Step(NamedTuple):
+    """A task of RULERv2's ladder of questions over documents."""
+
+    name: str
+    room: int
+    rule: str
+    ask: str
+    prefix: str
+
+
+# RULERv2's wording (NVIDIA-NeMo/Skills, branch chsieh/ruler2, Apache-2.0). The starts of answers
+# are those for base models; that of `medium` is ours: behind theirs, "Answer:", nobody would copy.
+_SOME = "Below are some documents. I will "
+_NUMBER_ONLY = "Only give me the index without any document contents."
+_ANSWER = f"{_SOME}ask you to answer a question based on the documents. Please answer the question."
+_FIND_TEXT = _Step(
+    "rp_v2_qa_basic",
+    ROOM,
+    f"{_SOME}give you a text at the end. Please find the document index of the text. "
+    f"{_NUMBER_ONLY}",
+    "Text: {document}",
+    "Most relevant document index:",
+)
+_FIND_ANSWER = _Step(
+    "rp_v2_qa_easy",
+    ROOM,
+    f"{_SOME}give you a question at the end. Please find the index of the most relevant document "
+    f"that can help answer the question. {_NUMBER_ONLY}",
+    "Question: {question}",
+    "Index of the most relevant document that can help answer the question:",
+)
+_COPY_AND_ANSWER = _Step(
+    "rp_v2_qa_medium",
+    512,
+    _ANSWER,
+    "Please first find and copy paste the documents relevant to the following question and then "
+    "answer it based on the documents you find.\n\nQuestion: {question}",
+    "Relevant documents:",
+)
+_ANSWER_ONLY = _Step(
+    "rp_v2_qa_hard",
+    ROOM,
+    _ANSWER,
+    "Please answer the following question based on the documents.\n\nQuestion: {question}",
+    PREFIX,
+)
 
 
 def one_hop(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
@@ -70,6 +120,47 @@ def two_hops(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     """
     draw = partial(_generate, hops=2, questions=read_questions(questions) if questions else None)
     return samples.build(draw, "rp_qa_2", ROOM, **metadata)
+
+
+def find_text(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
+    """Return samples of RULERv2's qa_basic: the number of the document that is quoted.
+
+    Args:
+        questions: As of `one_hop`; those whose documents have more than 250 words are left out.
+        **metadata: As of `samples.build`.
+
+    Raises:
+        ValueError: As `one_hop`.
+    """
+    return _build_step(_FIND_TEXT, questions, metadata)
+
+
+def find_answer(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
+    """Return samples of qa_easy: the number of the document that answers; as `find_text`."""
+    return _build_step(_FIND_ANSWER, questions, metadata)
+
+
+def copy_and_answer(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
+    """Return samples of qa_medium: copy the document, then answer; as `find_text`."""
+    return _build_step(_COPY_AND_ANSWER, questions, metadata)
+
+
+def answer(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
+    """Return samples of qa_hard: answer the question; as `find_text`."""
+    return _build_step(_ANSWER_ONLY, questions, metadata)
+
+
+def _build_step(step: _Step, questions: str | None, metadata: dict[str, Any]) -> dict[str, Any]:
+    bank = read_questions(questions) if questions else None
+    if bank is not None:
+        bank = [each for each in bank if len(" ".join(each.documents).split()) <= _LONGEST]
+        if not bank:
+            raise ValueError(
+                f"{questions} has no question whose documents have at most {_LONGEST} words, which "
+                f"{step.name} asks to copy: give shorter documents"
+            )
+    draw = partial(_generate_step, step=step, questions=bank)
+    return samples.build(draw, step.name, step.room, ladder="rp_v2_qa", **metadata)
 
 
 def read_questions(path: str) -> list[DocumentQuestion]:
@@ -162,30 +253,10 @@ def _make_question(
 def _generate(
     text: samples.TextContext, hops: int, questions: list[DocumentQuestion] | None
 ) -> list[samples.SampleDraft]:
-    rng = text.rng
-    if questions:
-        chosen, others = _choose_questions(questions, len(text.depths), rng)
-    else:
-        encyclopaedia = Encyclopaedia(rng)
-        ask = encyclopaedia.one_hop if hops == 1 else encyclopaedia.two_hops
-        chosen, others = [ask() for _ in text.depths], encyclopaedia.distractors()
-    if not text.planted:
-        others = _without_answers(others, chosen)
-    places: dict[str, float] = {}
-    if text.planted:
-        for question, depth in zip(chosen, text.depths, strict=True):
-            places[question.documents[-1]] = depth
-        for question in chosen:
-            for document in question.documents[:-1]:
-                places.setdefault(document, rng.uniform(0, 100))
-    filler = _Filler(others)
+    chosen, take = _draw_documents(text, questions, "one_hop" if hops == 1 else "two_hops")
 
     def prompt(units: int, question: str) -> str:
-        documents = filler.take(units)
-        count = len(documents)
-        # From the last place on, so that the places before stay what they are.
-        for document, depth in sorted(places.items(), key=lambda item: -item[1]):
-            documents.insert(round(count * depth / 100), document)
+        documents = take(units)
         numbered = (DOCUMENT.format(i=i, document=d) for i, d in enumerate(documents, start=1))
         return PROMPT.format(context="\n\n".join(numbered), question=question)
 
@@ -199,6 +270,78 @@ def _generate(
         )
         for question, depth in zip(chosen, text.depths, strict=True)
     ]
+
+
+def _generate_step(
+    text: samples.TextContext, step: _Step, questions: list[DocumentQuestion] | None
+) -> list[samples.SampleDraft]:
+    chosen, take = _draw_documents(text, questions, "by_description")
+    # Of its own: how many documents were read before does not change a number.
+    numbers = needles.numbers(random.Random(text.rng.random()))
+    own = {document: next(numbers) for each in chosen for document in each.documents}
+    others: list[str] = []
+
+    def prompt(units: int, ask: str) -> str:
+        documents = take(units)
+        others.extend(next(numbers) for _ in range(len(documents) - len(others)))
+        rest = iter(others)
+        numbered = (DOCUMENT.format(i=own.get(d) or next(rest), document=d) for d in documents)
+        return "\n\n".join([step.rule, *numbered, ask])
+
+    def draft(question: DocumentQuestion, depth: int) -> samples.SampleDraft:
+        ask = step.ask.format(question=question.question, document=question.documents[-1])
+        answers, target = question.answers, question.answers[0]
+        if step is _FIND_TEXT:
+            answers = [own[question.documents[-1]]]
+        elif step is _FIND_ANSWER:
+            answers = [own[document] for document in reversed(question.documents)]
+        if step is _COPY_AND_ANSWER:
+            copied = (DOCUMENT.format(i=own[d], document=d) for d in question.documents)
+            target = "\n\n".join([*copied, f"{PREFIX} {target}"])
+        else:
+            target = answers[0]
+        return samples.SampleDraft(
+            prompt=partial(prompt, ask=ask),
+            prefix=step.prefix,
+            answers=answers,
+            target=target,
+            depth=depth,
+        )
+
+    return [draft(*each) for each in zip(chosen, text.depths, strict=True)]
+
+
+def _draw_documents(
+    text: samples.TextContext, questions: list[DocumentQuestion] | None, ask: str
+) -> tuple[list[DocumentQuestion], Callable[[int], list[str]]]:
+    """Return a text's questions, and a function of n: its documents, with n words of others."""
+    rng = text.rng
+    if questions:
+        chosen, others = _choose_questions(questions, len(text.depths), rng)
+    else:
+        encyclopaedia = Encyclopaedia(rng)
+        chosen = [getattr(encyclopaedia, ask)() for _ in text.depths]
+        others = encyclopaedia.distractors()
+    if not text.planted:
+        others = _without_answers(others, chosen)
+    places: dict[str, float] = {}
+    if text.planted:
+        for question, depth in zip(chosen, text.depths, strict=True):
+            places[question.documents[-1]] = depth
+        for question in chosen:
+            for document in question.documents[:-1]:
+                places.setdefault(document, rng.uniform(0, 100))
+    filler = _Filler(others)
+
+    def take(units: int) -> list[str]:
+        documents = filler.take(units)
+        count = len(documents)
+        # From the last place on, so that the places before stay what they are.
+        for document, depth in sorted(places.items(), key=lambda item: -item[1]):
+            documents.insert(round(count * depth / 100), document)
+        return documents
+
+    return chosen, take
 
 
 def _choose_questions(

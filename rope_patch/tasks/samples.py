@@ -120,6 +120,7 @@ def build(
     text: str | Sequence[str] | None = None,
     pretrained: str | None = None,
     trust_remote_code: bool = False,
+    ladder: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Build the samples of one task and length, as lm-eval's `custom_dataset`.
@@ -144,6 +145,8 @@ def build(
         pretrained: The model's name, which lm-eval passes along.
         trust_remote_code: Whether to execute Python code that the tokenizer brings, as lm-eval
             passes it along.
+        ladder: What stands for the task's name in the seed: tasks with the same one draw from the
+            same random numbers.
         **options: Further metadata, for the task.
 
     Returns:
@@ -181,7 +184,7 @@ def build(
         # Whole texts, also where the last is not used up: a sample is the same in any number.
         drafts = draw(
             TextContext(
-                rng=random.Random(f"{seed}/{task}/{length}/{number}"),
+                rng=random.Random(f"{seed}/{ladder or task}/{length}/{number}"),
                 length=length,
                 depths=[int(depths[i % len(depths)]) for i in range(first, first + int(per_text))],
                 planted=planted,
@@ -211,6 +214,18 @@ def build(
                 row |= _choices(draft, drafts, task)
             rows.append(row)
     return {"test": Dataset.from_list(rows[:count])}
+
+
+def scattered(rng: random.Random) -> Callable[[int], list[int]]:
+    """Return a function of n: the numbers below n in a random order, which a larger n keeps."""
+    own = random.Random(rng.random())  # so that it does not matter who draws when
+    keys: list[float] = []
+
+    def order(n: int) -> list[int]:
+        keys.extend(own.random() for _ in range(n - len(keys)))
+        return sorted(range(n), key=keys.__getitem__)
+
+    return order
 
 
 def _choices(draft: SampleDraft, drafts: list[SampleDraft], task: str) -> dict[str, Any]:

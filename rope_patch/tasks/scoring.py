@@ -1,4 +1,4 @@
-"""Scoring of answers: RULER's two rules for generated text, likelihood, and choice."""
+"""Scoring of answers: the rules of RULER and RULERv2 for generated text, likelihood, and choice."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ NUMBERS = [
 _TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand"
 # A number with all its parts: 7.5 is not 7, 1,000 is not 1, twenty-one is not twenty.
 NUMBER = re.compile(rf"\d+(?:[.,]\d+)*|\b(?:{'|'.join(NUMBERS)}|{_TENS})\b(?:-[a-z]+)?")
+
+# What RULERv2's rules read (NVIDIA-NeMo/Skills, branch chsieh/ruler2). Tests compare with its code.
+_COPIED_DOCUMENT = re.compile(r"Document \d+:(?:.*\n)+?\n")
+_LAST_LETTER = re.compile(r".*\b([A-J])\b", re.DOTALL)
+_STATED_LETTER = re.compile(r"answer[*_]{0,2}\s*:[\s*_]{0,2}\s*([a-z])(?![a-z0-9])", re.IGNORECASE)
 
 
 def all_answers(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
@@ -41,6 +46,44 @@ def first_number(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     return _with_target_likelihood(float(number in doc["answers"]), results[0])
 
 
+def all_copies(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
+    """Return how well references are copied, their mean (RULERv2's match type `all`).
+
+    A reference within the answer counts 1, another one 1 less its word error rate, 0 at least.
+    """
+    return _with_target_likelihood(_mean_copy(_final_answer(results[0]), doc), results[0])
+
+
+def last_copy(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
+    """Return the same of the answer's last paragraph (RULERv2's match type `2steps`)."""
+    paragraph = _final_answer(results[0]).split("\n\n")[-1]
+    return _with_target_likelihood(_mean_copy(paragraph, doc), results[0])
+
+
+def best_copy(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
+    """Return how well the best-copied reference is copied (RULERv2's match type `part`).
+
+    Documents that the answer copies before an empty line do not count.
+    """
+    answer = _COPIED_DOCUMENT.sub("", _final_answer(results[0]))
+    best = max(_copy_score(answer, reference) for reference in doc["answers"])
+    return _with_target_likelihood(best, results[0])
+
+
+def boxed_letter(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
+    r"""Return 1 if the last \boxed{} has the right letter (RULERv2's multiple choice).
+
+    Without a box, the letter after the last "Answer:" counts.
+    """
+    written = str(results[0])
+    letter = _last_box(written)
+    if letter is None:
+        letter = next(reversed(_STATED_LETTER.findall(written)), None)
+    elif len(letter) != 1 and (match := _LAST_LETTER.match(letter)):
+        letter = match[1]
+    return _with_target_likelihood(float(letter == doc["answers"][0]), results[0])
+
+
 def likelihood(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     """Return 1 if greedy decoding begins with the target, and its log-likelihood in nats."""
     log_likelihood, greedy = results[0]
@@ -63,6 +106,47 @@ def choice(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     gains = [mine - prior for mine, prior in zip(after, without, strict=True)]
     right = all(gains[gold] > other for i, other in enumerate(gains) if i != gold)
     return {"score": float(right), "target_log_likelihood": after[gold]}
+
+
+def _final_answer(written: Any) -> str:
+    """Return what follows a model's thoughts, and the last "Answer:" in it."""
+    return str(written).split("</think>")[-1].split("Answer:")[-1]
+
+
+def _mean_copy(answer: str, doc: dict[str, Any]) -> float:
+    scores = [_copy_score(answer, reference) for reference in doc["answers"]]
+    return sum(scores) / len(scores)
+
+
+def _copy_score(answer: str, reference: str) -> float:
+    """Return 1 for a text with the reference in it, else 1 less its word error rate, or 0."""
+    answer, reference = answer.lower(), reference.lower()
+    if reference in answer:
+        return 1.0
+    words = reference.split()
+    return max(0.0, 1 - _word_edits(answer.split(), words) / len(words)) if words else 0.0
+
+
+def _word_edits(one: list[str], other: list[str]) -> int:
+    """Return the least words to insert, leave out or replace that make one list the other."""
+    row = list(range(len(other) + 1))
+    for i, word in enumerate(one, start=1):
+        before, row[0] = row[0], i
+        for j, same in enumerate(other, start=1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (word != same))
+    return row[-1]
+
+
+def _last_box(written: str) -> str | None:
+    r"""Return what the last \boxed{} holds, braces in balance; None without one that is closed."""
+    start = written.rfind("\\boxed")
+    opened = 0
+    for i in range(max(start, 0), len(written) if start >= 0 else 0):
+        opened += (written[i] == "{") - (written[i] == "}")
+        if written[i] == "}" and not opened:
+            box = written[start : i + 1]
+            return box[len("\\boxed{") : -1] if box.startswith("\\boxed{") else None
+    return None
 
 
 def _with_target_likelihood(score: float, response: Any) -> dict[str, float]:

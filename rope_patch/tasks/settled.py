@@ -41,6 +41,11 @@ def settled_part(text: str, stops: tuple[str, ...]) -> str:
     return text[: len(text) - max(begun, default=0)]
 
 
+def _is_open(_: dict[str, Any], text: str) -> bool:
+    """Return False: RULERv2's rules read what follows the last "Answer:", paragraph or box."""
+    return False
+
+
 def _has_all(doc: dict[str, Any], text: str) -> bool:
     answers, lower = doc["answers"], text.lower()[:-_UNSETTLED_END]
     return bool(answers) and all(answer.lower() in lower for answer in answers)
@@ -99,6 +104,9 @@ _RULES: dict[Any, StopRule] = {
     scoring.first_number: _has_number,
     standard_library.same_name: _has_word,
     standard_library.same_line: _has_line,
+    **dict.fromkeys(
+        (scoring.all_copies, scoring.last_copy, scoring.best_copy, scoring.boxed_letter), _is_open
+    ),
     copying.copied: _has_copy_or_mistake,
     graphs.node_f1: _has_closed_list,
     list_operations.same_value: _has_closed_value,

@@ -125,6 +125,12 @@ _QUESTIONS = {
     "company": "Which company did {name} work for?",
     "instrument": "Which instrument did {name} play?",
 }
+_DESCRIBING = ("subject", "company", "instrument")
+_RESEMBLING = 0.25
+_DESCRIPTION_QUESTION = (
+    "In which town was the person born who studied {subject}, worked for {company} and played "
+    "{instrument}?"
+)
 _COUNTY_QUESTION = "In which county lies the town where {name} was born?"
 
 
@@ -158,6 +164,7 @@ class Encyclopaedia:
         )
         self._people = {"she": women, "he": men}
         self._towns = _scattered_combinations(rng, _TOWN, "")
+        self._described: list[dict[str, str]] = []  # what tells a person who is asked for
 
     def one_hop(self) -> DocumentQuestion:
         """Return a question for one attribute of a new person."""
@@ -181,10 +188,23 @@ class Encyclopaedia:
         question = _COUNTY_QUESTION.format(**person)
         return DocumentQuestion(question=question, answers=[county], documents=documents)
 
+    def by_description(self) -> DocumentQuestion:
+        """Return a question for the town of a new person, who is told by three things, unnamed.
+
+        A quarter of the persons of distractors share two of these, and none shares all.
+        """
+        person = self._person()
+        self._described.append({name: person[name] for name in _DESCRIBING})
+        return DocumentQuestion(
+            question=_DESCRIPTION_QUESTION.format(**person),
+            answers=[person["town"]],
+            documents=[self._biography(person)],
+        )
+
     def distractors(self) -> Iterator[str]:
         """Yield articles of people and towns that no question is about, without end."""
         while True:
-            yield self._biography(self._person())
+            yield self._biography(self._resembling(self._person()))
             yield self._about_town(next(self._towns), self._rng.choice(_COUNTY))
 
     def _person(self) -> dict[str, str]:
@@ -193,7 +213,19 @@ class Encyclopaedia:
         date = f"{rng.randint(1, 28)} {rng.choice(_MONTH)} {rng.randint(1790, 1960)}"
         person = {"they": they, "name": next(self._people[they]), "date": date}
         person |= {"town": next(self._towns), "subject": rng.choice(_SUBJECT)}
-        return person | {"company": rng.choice(_COMPANY), "instrument": rng.choice(_INSTRUMENT)}
+        person |= {"company": rng.choice(_COMPANY), "instrument": rng.choice(_INSTRUMENT)}
+        return self._person() if self._is_described(person) else person
+
+    def _resembling(self, person: dict[str, str]) -> dict[str, str]:
+        """Return the person, in a quarter of cases with two of three things of one asked for."""
+        if not self._described or self._rng.random() >= _RESEMBLING:
+            return person
+        other = self._rng.choice(self._described)
+        changed = person | {name: other[name] for name in self._rng.sample(_DESCRIBING, 2)}
+        return person if self._is_described(changed) else changed
+
+    def _is_described(self, person: dict[str, str]) -> bool:
+        return {name: person[name] for name in _DESCRIBING} in self._described
 
     def _biography(self, person: dict[str, str]) -> str:
         them, their = {"she": ("her", "her"), "he": ("him", "his")}[person["they"]]
