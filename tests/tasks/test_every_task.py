@@ -32,6 +32,7 @@ class Task(NamedTuple):
         length: The least thousands of tokens with room for the task's own words, or so.
         further: Lengths at which the text is made in another way.
         shares: Whether samples of one text differ in nothing but the question.
+        head: What comes before the text, and names answers of which one is right.
     """
 
     question: str
@@ -39,6 +40,7 @@ class Task(NamedTuple):
     length: int = 1024
     further: tuple[int, ...] = ()
     shares: bool = True
+    head: str = ""
 
 
 NEEDLE, PROSE = "\nWhat ", (24, 4)
@@ -70,7 +72,19 @@ TASKS = {
     "rp_mrcr_2": Task("\n\nUser: ", (230, 130)),
     "rp_mrcr_4": Task("\n\nUser: ", (230, 130), 1800),
     "rp_mrcr_8": Task("\n\nUser: ", (230, 130), 3000),
+    **{
+        f"rp_oolong_{name}": Task("\nAmong ", (70, 40), 2000, head=" count for nothing.\n")
+        for name in ("count", "topic", "compare", "user", "date")
+    },
+    **{
+        f"rp_oolong_{name}_labelled": Task("\nAmong ", (85, 45), 2000, head=" count for nothing.\n")
+        for name in ("count", "topic", "compare")
+    },
+    "rp_oolong_rolls": Task("\nIn this session, ", (70, 40), 2000),
+    "rp_oolong_spells": Task("\nIn this session, ", (70, 40), 2000),
 }
+# Questions about one text may have the same answer, such as two kinds of things that are as many.
+ALIKE = ["rp_count", *(name for name in TASKS if "oolong" in name)]
 SEVERAL = ["rp_vt", "rp_cwe", "rp_fwe"]  # the answer is all of the text: nothing to share or remove
 each_task = pytest.mark.parametrize("name", TASKS)
 each_control = pytest.mark.parametrize("name", sorted({*TASKS} - {*SEVERAL}))
@@ -110,7 +124,8 @@ def test_the_table_has_every_task():
     ("group", "names"),
     [
         ("rp_hard", ["rp_nonliteral", "rp_count", "rp_json_kv", "rp_copy"]),
-        ("rp_reasoning", [*TASKS][[*TASKS].index("rp_code") :]),
+        ("rp_reasoning", [*TASKS][[*TASKS].index("rp_code") : [*TASKS].index("rp_oolong_count")]),
+        ("rp_oolong", [*TASKS][[*TASKS].index("rp_oolong_count") :]),
     ],
 )
 def test_groups_hold_their_tasks_both_ways(group, names):
@@ -128,7 +143,7 @@ def test_a_group_has_the_13_tasks_of_ruler(ending):
     assert sorted(tasks.groups()[f"rp_ruler{ending}"]) == sorted(ours)
 
 
-@pytest.mark.parametrize("name", tasks.groups()["rp_reasoning"])
+@pytest.mark.parametrize("name", [*tasks.groups()["rp_reasoning"], *tasks.groups()["rp_oolong"]])
 def test_the_file_of_a_task_says_its_source(name):
     head = (tasks.FOLDER / f"{name}.yaml").read_text().split("\ninclude")[0]
     assert "arXiv:" in head or "https://" in head
@@ -192,7 +207,7 @@ def test_samples_of_one_text_differ_only_in_the_question(name):
         assert [row["text"] for row in samples] == [0, 0, 0, 1, 1, 1]
         assert [row["depth"] for row in samples] in ([10, 50, 90] * 2, [None] * 6)
         texts, questions = zip(*map(text_and_question, samples), strict=True)
-        if name != "rp_count":  # two kinds of things may be as many
+        if name not in ALIKE:
             assert len({row["target"] for row in samples[:3]}) == 3
         if TASKS[name].shares:
             assert len({*texts[:3]}) == len({*texts[3:]}) == 1
@@ -211,6 +226,7 @@ LONGER |= {"rp_mrcr_8": 3000, "rp_code_next": 4096}
 def held(row):
     """Return the answers that a sample's text has as a word or a number of its own."""
     text, _ = text_and_question(row)
+    text = text.partition(TASKS[row["task"]].head)[2] if TASKS[row["task"]].head else text
     answers = {*row["answers"], row["target"]}
     return [a for a in answers if re.search(rf"(?<!\w){re.escape(a.strip())}(?!\w)", text)]
 
