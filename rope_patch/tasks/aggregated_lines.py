@@ -136,10 +136,12 @@ def _generate(
     users = _draw_users(rng, USERS)
     dates = sorted(map(_date, rng.sample(range(_DAYS), DATES)))
     template = _LABELLED_LINE if labelled else LINE
+    # In the alphabet's order, because `topics` go by their frequency.
+    *most, last = sorted(topics)
     frame = partial(
         PROMPT.format,
         rule=_LABELLED_RULE if labelled else _RULE,
-        topics=f"{', '.join(topics[:-1])} or {topics[-1]}",
+        topics=f"{', '.join(most)} or {last}",
     )
 
     def write(line: Line) -> str:
@@ -227,7 +229,7 @@ def insert_at_shares(lines: list[str], insertions: list[tuple[float, str]]) -> l
 def draw_lines(
     rng: random.Random, topics: list[str], users: list[str], dates: list[str], total: int
 ) -> list[Line]:
-    """Return the lines that count: two topics, which are alike in all else, are as frequent."""
+    """Return the lines that count, rarer topics first; two have the same users and dates."""
     counts, twin = _topic_counts(rng, len(topics), total)
     lines: list[Line] = []
     for i, (name, number) in enumerate(zip(topics, counts, strict=True)):
