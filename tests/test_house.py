@@ -39,7 +39,7 @@ BUDGETS = {
     "served": (1_200, 7),
     "serving": (1_300, 11),
     "statistics": (1_500, 8),
-    "tasks": (4_800, 31),
+    "tasks": (5_560, 33),
     "training": (8_900, 31),
     "transformers_api": (1_330, 9),
     "utils": (1_550, 13),
@@ -47,7 +47,7 @@ BUDGETS = {
 }
 
 # Folders of peers: a file for each task, engine, method or command.
-PEERS = {"cli": 23, "exporting": 14, "methods": 30, "tasks": 22}
+PEERS = {"cli": 23, "exporting": 14, "methods": 30, "tasks": 24}
 MOST_FILES = 12
 MOST_LINES = 800
 

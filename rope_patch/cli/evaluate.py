@@ -25,11 +25,11 @@ def evaluate(
     tasks: str = option(
         "rp_niah_single_2,perplexity",
         "By commas: rp_ruler (RULER's 13 tasks), rp_hard (harder than needles), rp_reasoning "
-        "(graphs, dialogues, programs), rp_ruler2 (RULERv2's ladders), their single tasks such as "
-        "rp_niah_single_2, each with _ll for the answer's likelihood in one forward pass instead "
-        "of generation, some with _mc for the choice among answers; rp_short (ordinary tasks); "
-        "perplexity, key_tokens (LongPPL), sliding, speed; any task of lm-eval whose data is at "
-        "hand.",
+        "(graphs, dialogues, programs), rp_ruler2 (RULERv2's ladders), rp_oolong (counts and "
+        "comparisons over all lines), their single tasks such as rp_niah_single_2, each with _ll "
+        "for the answer's likelihood in one forward pass instead of generation, some with _mc for "
+        "the choice among answers; rp_short (ordinary tasks); perplexity, key_tokens (LongPPL), "
+        "sliding, speed; any task of lm-eval whose data is at hand.",
     ),
     sample_options: options.SampleOptions,
     controls: bool = option(False, "Ask questions of texts without their answer, too."),

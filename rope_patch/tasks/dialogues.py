@@ -167,6 +167,16 @@ def _fill(rng: random.Random, sentence: str, topic: str) -> str:
     return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", sentence.format(**slots))
 
 
+def draw_speech(rng: random.Random) -> str:
+    """Return a sentence as people in a story say it, without any topic."""
+    return _fill(rng, rng.choice(_words()["sentences"]), "")
+
+
+def draw_names(rng: random.Random, count: int) -> list[str]:
+    """Return different first names."""
+    return rng.sample(_words()["name"], count)
+
+
 def _other_turn(rng: random.Random, asked: list[tuple[str, str]]) -> str:
     """Return a turn with another request; half of them share kind or topic with one asked for."""
     words = _words()

@@ -58,9 +58,9 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
             f"rp_icl asks for a sentence of each of {classes} classes at most once, got per_text "
             f"{count}: take fewer"
         )
-    topics = rng.sample(sorted(_topics()), classes)
-    labels = dict(zip(topics, (str(n) for n in rng.sample(range(10, 100), classes)), strict=True))
-    questions = [(topic, _sentence(rng, topic)) for topic in rng.sample(topics, count)]
+    asked = rng.sample(topics(), classes)
+    labels = dict(zip(asked, (str(n) for n in rng.sample(range(10, 100), classes)), strict=True))
+    questions = [(topic, draw_sentence(rng, topic)) for topic in rng.sample(asked, count)]
     others = [] if text.planted else [str(n) for n in range(10, 100)]
     others = [label for label in others if label not in labels.values()]
     held_out = {sentence for _, sentence in questions}
@@ -69,8 +69,8 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     def prompt(n: int, question: str) -> str:
         while len(examples) < classes + n:  # only the fitting of the length knows how many
             # In rounds, as HELMET's: no class is more frequent than another.
-            for topic in rng.sample(topics, classes):
-                while (sentence := _sentence(rng, topic)) in held_out:
+            for topic in rng.sample(asked, classes):
+                while (sentence := draw_sentence(rng, topic)) in held_out:
                     pass
                 label = labels[topic] if text.planted else rng.choice(others)
                 examples.append(EXAMPLE.format(sentence=sentence, label=label))
@@ -97,11 +97,12 @@ def _data() -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _topics() -> list[str]:
-    return [name for name in _data() if name != "endings"]
+def topics() -> list[str]:
+    """Return the classes' names; no sentence has the name of its own."""
+    return sorted(name for name in _data() if name != "endings")
 
 
-def _sentence(rng: random.Random, topic: str) -> str:
+def draw_sentence(rng: random.Random, topic: str) -> str:
     """Return a sentence of a class: one of 784."""
     subjects, predicates = _data()[topic]
     return f"{rng.choice(subjects)} {rng.choice(predicates)} {rng.choice(_data()['endings'])}."

@@ -89,6 +89,10 @@ class TextContext:
     options: dict[str, Any]
     tokenizer: Any = None
 
+    def count_tokens(self, words: str) -> int:
+        """Return how many tokens a text has by itself."""
+        return _count_tokens(self.tokenizer, words)
+
     def word_source(self, without: Collection[str] = ()) -> Callable[[int], list[str]]:
         """Return a function of n: n words from a random place in a random text, cyclic.
 

@@ -12,7 +12,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rope_patch.tasks import copying, dialogues, graphs, list_operations, scoring, standard_library
+from rope_patch.tasks import (
+    aggregated_lines,
+    copying,
+    dialogues,
+    game_sessions,
+    graphs,
+    list_operations,
+    scoring,
+    standard_library,
+)
 
 StopRule = Callable[[dict[str, Any], str], bool]
 
@@ -70,6 +79,10 @@ def _has_line(_: dict[str, Any], text: str) -> bool:
     return any(line.strip() not in standard_library.NO_LINE for line in lines)
 
 
+def _has_first_line(_: dict[str, Any], text: str) -> bool:
+    return "\n" in text[:-_UNSETTLED_END].lstrip()
+
+
 def _has_copy_or_mistake(doc: dict[str, Any], text: str) -> bool:
     words, target = _whole_words(text), doc["target"].split()
     return words[: len(target)] != target[: len(words)] or len(words) >= len(target)
@@ -111,4 +124,8 @@ _RULES: dict[Any, StopRule] = {
     graphs.node_f1: _has_closed_list,
     list_operations.same_value: _has_closed_value,
     dialogues.repeated: _has_reply_or_wrong_code,
+    aggregated_lines.same_words: _has_first_line,
+    aggregated_lines.near_number: _has_first_line,
+    aggregated_lines.same_date: _has_first_line,
+    game_sessions.same_events: _has_first_line,
 }

@@ -32,6 +32,7 @@ class Task(NamedTuple):
         length: The least thousands of tokens with room for the task's own words, or so.
         further: Lengths at which the text is made in another way.
         shares: Whether samples of one text differ in nothing but the question.
+        head: What comes before the text, and names answers of which one is right.
     """
 
     question: str
@@ -39,6 +40,7 @@ class Task(NamedTuple):
     length: int = 1024
     further: tuple[int, ...] = ()
     shares: bool = True
+    head: str = ""
 
 
 NEEDLE, PROSE = "\nWhat ", (24, 4)
@@ -82,8 +84,21 @@ TASKS = {
     "rp_v2_qa_easy": Task("\n\nQuestion: ", (40, 12), 1400),
     "rp_v2_qa_medium": Task("\n\nPlease ", (40, 12), 2200),
     "rp_v2_qa_hard": Task("\n\nPlease ", (40, 12), 1400),
+    **{
+        f"rp_oolong_{name}": Task("\nAmong ", (70, 40), 2000, head=" count for nothing.\n")
+        for name in ("count", "topic", "compare", "user", "date")
+    },
+    **{
+        f"rp_oolong_{name}_labelled": Task("\nAmong ", (85, 45), 2000, head=" count for nothing.\n")
+        for name in ("count", "topic", "compare")
+    },
+    "rp_oolong_rolls": Task("\nIn this session, ", (70, 40), 2000),
+    "rp_oolong_spells": Task("\nIn this session, ", (70, 40), 2000),
 }
 RULER2 = [name for name in TASKS if name.startswith("rp_v2_")]
+OOLONG = [name for name in TASKS if "oolong" in name]
+# Questions about one text may have the same answer, such as two kinds of things that are as many.
+ALIKE = ["rp_count", *OOLONG]
 SEVERAL = ["rp_vt", "rp_cwe", "rp_fwe"]  # the answer is all of the text: nothing to share or remove
 each_task = pytest.mark.parametrize("name", TASKS)
 each_control = pytest.mark.parametrize("name", sorted({*TASKS} - {*SEVERAL}))
@@ -123,8 +138,9 @@ def test_the_table_has_every_task():
     ("group", "names"),
     [
         ("rp_hard", ["rp_nonliteral", "rp_count", "rp_json_kv", "rp_copy"]),
-        ("rp_reasoning", [*TASKS][[*TASKS].index("rp_code") : -len(RULER2)]),
+        ("rp_reasoning", [*TASKS][[*TASKS].index("rp_code") : [*TASKS].index(RULER2[0])]),
         ("rp_ruler2", RULER2),
+        ("rp_oolong", OOLONG),
     ],
 )
 def test_groups_hold_their_tasks_both_ways(group, names):
@@ -142,7 +158,7 @@ def test_a_group_has_the_13_tasks_of_ruler(ending):
     assert sorted(tasks.groups()[f"rp_ruler{ending}"]) == sorted(ours)
 
 
-@pytest.mark.parametrize("name", [*tasks.groups()["rp_reasoning"], *RULER2])
+@pytest.mark.parametrize("name", [*tasks.groups()["rp_reasoning"], *RULER2, *OOLONG])
 def test_the_file_of_a_task_says_its_source(name):
     head = (tasks.FOLDER / f"{name}.yaml").read_text().split("\ninclude")[0]
     assert "arXiv:" in head or "https://" in head
@@ -206,7 +222,7 @@ def test_samples_of_one_text_differ_only_in_the_question(name):
         assert [row["text"] for row in samples] == [0, 0, 0, 1, 1, 1]
         assert [row["depth"] for row in samples] in ([10, 50, 90] * 2, [None] * 6)
         texts, questions = zip(*map(text_and_question, samples), strict=True)
-        if name != "rp_count":  # two kinds of things may be as many
+        if name not in ALIKE:
             assert len({row["target"] for row in samples[:3]}) == 3
         if TASKS[name].shares:
             assert len({*texts[:3]}) == len({*texts[3:]}) == 1
@@ -225,6 +241,7 @@ LONGER |= {"rp_mrcr_8": 3000, "rp_code_next": 4096}
 def held(row):
     """Return the answers that a sample's text has as a word or a number of its own."""
     text, _ = text_and_question(row)
+    text = text.partition(TASKS[row["task"]].head)[2] if TASKS[row["task"]].head else text
     answers = {*row["answers"], row["target"]}
     if "boxed" in row["target"]:  # every text has every letter: the question must be missing
         answers = {re.search(r"(Question \d+) from the context", row["input"][len(text) :])[1]}
