@@ -232,6 +232,13 @@ def evidence_table(results: RunRecord) -> tuple[Table | None, list[str]]:
     return summary_table([("", stats, Ranking(stats))])
 
 
+def usable_text(results: RunRecord, label: str) -> str:
+    """Return the usable length of a method, or why there is none."""
+    stats = RunStatistics(results)
+    usable = stats.usable_length(label)
+    return f"not shown: {stats.nothing_to_keep}" if usable is None else str(usable)
+
+
 def _planned(pilot: EvalRequest, sample_plan: dict[str, Any]) -> EvalRequest:
     short = int(sample_plan["short_samples"])
     chosen = pilot.tasks if short else tuple(t for t in pilot.tasks if t not in pilot_short(pilot))

@@ -71,6 +71,7 @@ def test_the_card_names_method_lengths_evidence_and_gaps(finished):
     for words in (
         "# tiny-llama, 256 → 1,024 tokens",
         f"| method | {result.method} |",
+        "| usable length, 85% of the short-context score | ",
         "12 questions about 12 texts at each length",
         "| plain model |",
         "as they were: nothing was trained",

@@ -124,6 +124,7 @@ def card(tmp_path):
         "trained_length": 1024,
         "length": 4096,
         "sentences": [NASTY],
+        "usable": "4,096 tokens",
         "table": table,
         "lines": [NASTY],
         "left_out": [NASTY],
