@@ -428,7 +428,7 @@ def usable_length_of(
         share = of.accuracy_interval(exact=True)
         if share is None:
             return None
-        if of is plain.short:
+        if of == plain.short:  # to the last bit, as of what follows the length
             return replace(reference, estimate=1.0, low=1.0, high=1.0)
         times = (texts / len(set(of.groups)), texts / reference_texts)
         return retention(
