@@ -24,7 +24,7 @@ BUDGETS = {
     "encodings": (4_200, 19),
     "evaluation": (10_800, 33),
     "exporting": (2_660, 15),
-    "extending": (1_700, 9),
+    "extending": (1_730, 9),
     "inference": (1_300, 6),
     "integrations": (650, 4),
     "lab": (2_350, 8),

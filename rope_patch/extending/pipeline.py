@@ -350,6 +350,7 @@ class _Extension:
                 "length": self.length,
                 "sentences": comparison["sentences"],
                 "usable": proof.usable_text(results, comparison["label"]),
+                "evaluations": proof.card_evaluations(results, comparison["label"]),
                 "table": table,
                 "lines": lines,
                 "left_out": self.left_out,
