@@ -149,7 +149,7 @@ def _share_text(share: float) -> str:
 def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     head, rest = page.split(FIRST)
-    _, tail = rest.split(LAST)
+    _, tail = rest.split(LAST, 1)
     PAGE.write_text(head + FIRST + table() + LAST + tail, encoding="utf-8")
 
 

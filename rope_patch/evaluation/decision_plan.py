@@ -156,7 +156,12 @@ def _accuracy_sentences(planned: Planned, length: int, trained_length: int) -> I
     if retention >= THRESHOLD:
         yield f"accuracies can {usable}: {best}"
         return
-    needed = _samples_to_be_usable(planned, counts, trained_length)
+
+    def is_enough(samples: int) -> bool:
+        grown = {at: max(count, samples) for at, count in counts.items()}
+        return (_perfect_retention(planned, grown, trained_length) or 0.0) >= THRESHOLD
+
+    needed = statistics.least_number(is_enough, min(counts.values()), _MAX_SAMPLES)
     takes = f"; it takes {needed} samples a task" if needed else ""
     yield f"accuracies cannot {usable}: {best} only{takes}"
 
@@ -164,7 +169,7 @@ def _accuracy_sentences(planned: Planned, length: int, trained_length: int) -> I
 def _perfect_retention(
     planned: Planned, counts: Mapping[tuple[str, int], int], trained_length: int
 ) -> float | None:
-    """Return retention's lower bound at the longest length if every answer is right, or None."""
+    """Return the least of retention's lower bounds if every answer is right, or None."""
     by_task: dict[str, list[dict[str, Any]]] = {}
     for (task, length), samples in planned.items():
         per_text = math.ceil(len(samples) / len({sample["text"] for sample in samples}))
@@ -180,25 +185,7 @@ def _perfect_retention(
             for task, rows in by_task.items()
         ],
     }
-    retention = RunStatistics(results).retention(BASELINE, lengths[-1])
-    return None if retention is None else retention.low
-
-
-def _samples_to_be_usable(
-    planned: Planned, counts: Mapping[tuple[str, int], int], trained_length: int
-) -> int | None:
-    """Return how many samples a task, all right, call the longest length usable."""
-
-    def is_enough(samples: int) -> bool:
-        grown = {at: max(count, samples) for at, count in counts.items()}
-        return (_perfect_retention(planned, grown, trained_length) or 0.0) >= THRESHOLD
-
-    too_few, enough = 0, max(counts.values())
-    while not is_enough(enough):
-        too_few, enough = enough, 2 * enough
-        if too_few >= _MAX_SAMPLES:
-            return None
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if is_enough(middle) else (middle, enough)
-    return enough
+    stats = RunStatistics(results)
+    # A length is usable if all shorter ones are.
+    kept = [stats.retention(BASELINE, length) for length in lengths]
+    return min((each.low for each in kept if each is not None), default=None)

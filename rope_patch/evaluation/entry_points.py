@@ -14,6 +14,7 @@ from rope_patch.utils.errors import Refused, did_you_mean, text_html
 if TYPE_CHECKING:
     from rope_patch.evaluation.request import EvalRequest
     from rope_patch.evaluation.results_schema import RunRecord
+    from rope_patch.statistics import UsableLength
 
 _SEQUENCES = ("methods", "lengths", "tasks", "depths", "texts", "haystacks", "include_paths")
 
@@ -41,6 +42,14 @@ class Evaluation:
 
         stats = RunStatistics(self.results)
         return headline(stats, Ranking(stats))
+
+    @property
+    def usable(self) -> dict[str, UsableLength | None]:
+        """Return each method's usable length; None where there is nothing to compare with."""
+        from rope_patch.evaluation.report.results.run_statistics import RunStatistics
+
+        stats = RunStatistics(self.results)
+        return {label: stats.usable_length(label) for label in stats.labels}
 
     @property
     def report(self) -> Path:

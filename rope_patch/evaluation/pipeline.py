@@ -122,6 +122,7 @@ def _measure_all(
     show: Callable[[str], object] | None,
 ) -> RunRecord:
     """Measure everything that is asked for, and write the report; return its results."""
+    from rope_patch.evaluation.report.results.run_statistics import RunStatistics
     from rope_patch.evaluation.report.writer import write_report
 
     request = session.request
@@ -149,6 +150,7 @@ def _measure_all(
     results["run"]["looks"] = questions.looks
     results["run"]["cautions"] = cautions(results, [d.tokens for d in documents.documents])
     if session.processes.is_main:
+        results["usable"] = RunStatistics(results).usable_records()
         overview: list[str] = []
         write_report(results, request.folder, overview.append)
         _warn_failures(results)

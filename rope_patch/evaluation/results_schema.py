@@ -412,7 +412,41 @@ class RunMetadata(LaterRunKeys, ModelFacts):
     not_run: list[str]
 
 
-class OtherRecords(TypedDict):
+class UsableRecord(TypedDict):
+    """The longest length up to which 85% of the plain model's short-context score is kept.
+
+    It is computed from the samples whenever a report is written; see
+    `rope_patch.statistics.UsableLength`.
+
+    Attributes:
+        estimate: The longest measured length that is kept by the isotonic fit; None if there is
+            none.
+        low: The longest length that is shown to be usable; None if there is none.
+        high: The shortest length that is shown not to be usable; None if there is none.
+        lengths: The measured lengths, between which and beyond which nothing is said.
+        texts_needed: About how many texts a task would decide; None where none would, or all is
+            decided.
+    """
+
+    estimate: int | None
+    low: int | None
+    high: int | None
+    lengths: Sequence[int]
+    texts_needed: int | None
+
+
+class DerivedRecords(TypedDict, total=False):
+    """What follows from the samples; earlier reports lack it.
+
+    Attributes:
+        usable: Usable lengths in tokens by method and group of tasks; "all" is the mean of all
+            tasks.
+    """
+
+    usable: Mapping[str, Mapping[str, UsableRecord]]
+
+
+class OtherRecords(DerivedRecords):
     """The parts of a run that are neither perplexity nor retrieval.
 
     Attributes:

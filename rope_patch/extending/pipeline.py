@@ -330,7 +330,8 @@ class _Extension:
         atomic_files.atomic_write(
             report / "diagnosis.txt", (self.work.path / "diagnosis.txt").read_bytes()
         )
-        table, lines = proof.evidence_table(proof.read_results(report))
+        results = proof.read_results(report)
+        table, lines = proof.evidence_table(results)
         chosen: Candidate | Path
         if comparison["tuned"]:
             assert training is not None
@@ -348,6 +349,8 @@ class _Extension:
                 "trained_length": self.trained,
                 "length": self.length,
                 "sentences": comparison["sentences"],
+                "usable": proof.usable_text(results, comparison["label"]),
+                "evaluations": proof.card_evaluations(results, comparison["label"]),
                 "table": table,
                 "lines": lines,
                 "left_out": self.left_out,

@@ -124,15 +124,16 @@ def render_card(folder: Path, facts: dict[str, Any]) -> str:
     Args:
         folder: The folder of the model, with its sidecar.
         facts: `model`, `method` (its name in tables), `trained_length`, `length`, `sentences` of
-            the decision, `table` and `lines` of the evidence, `left_out`, `training` (what was
-            trained, or None), `samples` (questions at each length, and texts) and `command`.
+            the decision, `usable` (the usable length in words), `evaluations` for the header,
+            `table` and `lines` of the evidence, `left_out`, `training` (what was trained, or
+            None), `samples` (questions at each length, and texts) and `command`.
     """
     model = facts["model"]
     training, sidecar = facts["training"], read_sidecar(folder)
     method = sidecar["method"] if sidecar else facts["method"]
     questions, count = facts["samples"]
     parts = [
-        card_header(model, method),
+        card_header(model, method, facts["evaluations"]),
         f"# {card_title(model)}, {facts['trained_length']:,} → {facts['length']:,} tokens",
         markdown_prose(facts["sentences"][0]) if facts["sentences"] else "",
         "\n".join(
@@ -142,6 +143,7 @@ def render_card(folder: Path, facts: dict[str, Any]) -> str:
                 f"| method | {escape_markdown(facts['method'])} |",
                 f"| trained length before | {facts['trained_length']:,} tokens |",
                 f"| target length | {facts['length']:,} tokens |",
+                f"| usable length, 85% of the short-context score | {facts['usable']} |",
                 f"| weights | {_weights_text(training)} |",
             ]
         ),

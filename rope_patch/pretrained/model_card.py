@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
 from rope_patch.pretrained import demo
 from rope_patch.utils.errors import escape_markdown, markdown_code
 from rope_patch.utils.provenance import versions
 
 
-def card_header(model: str, method: str) -> str:
-    """Return a card's YAML header, which the hub reads.
+def card_header(model: str, method: str, evaluations: Sequence[EvalResult] = ()) -> str:
+    """Return a card's YAML header, which the hub reads, with results in its `model-index`.
 
     Args:
         model: The original model, which the hub links if it has one of this name: a name, a folder
             or "demo".
         method: The method's name.
+        evaluations: What was measured; without any, there is no `model-index`.
     """
     on_hub = model != "demo" and not Path(model).exists()
     data = ModelCardData(
         base_model=model if on_hub else None,
         library_name="transformers",
         tags=["rope_patch", "long-context", method],
+        model_name=(demo.NAME if model == "demo" else Path(model).name) if evaluations else None,
+        eval_results=list(evaluations) or None,
     )
     return f"---\n{data.to_yaml()}\n---"
 

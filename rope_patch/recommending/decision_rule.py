@@ -14,19 +14,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rope_patch.recommending.variants import PLAIN, Variant
 from rope_patch.statistics import (
     SIGNIFICANCE_LEVEL,
+    USABLE_SHARE,
     Interval,
     PairedTest,
+    UsableLength,
     accuracy,
     bootstrap_mean,
+    clopper_pearson,
+    grown,
     mean_test,
+    name_texts_needed,
     paired_difference,
     retention,
+    usable_length,
+    wilson,
 )
 from rope_patch.utils.terminal import SignedFormat
 
@@ -159,7 +166,7 @@ def choose(
         share = shares[best.name]
         reasons.append(
             f"it keeps {share.estimate:.0%} of the answers that the plain model gets right within "
-            f"its trained length ({share.low:.0%} to {share.high:.0%}), less than "
+            f"its trained length ({share.low:.0%} to {min(share.high, 1):.0%}), less than "
             f"{MIN_RETAINED_SHARE:.0%}"
             if share is not None
             else "none keeps enough"
@@ -291,10 +298,15 @@ class Scores:
         """Return the nats for a scored token with their 95% interval over texts."""
         return bootstrap_mean(_group_by_text(self.nll, self.groups))
 
-    def accuracy_interval(self) -> Interval | None:
-        """Return the share of right answers with its interval; None if there are no answers."""
+    def accuracy_interval(self, *, exact: bool = False) -> Interval | None:
+        """Return the share of right answers with its interval; None if there are no answers.
+
+        Args:
+            exact: Whether by Clopper and Pearson, as usable lengths need, instead of Wilson.
+        """
         hits, groups = self.flat_hits()
-        return accuracy(hits, groups) if hits else None
+        bounds = clopper_pearson if exact else wilson
+        return accuracy(hits, groups, bounds=bounds) if hits else None
 
 
 @dataclass(frozen=True)
@@ -389,6 +401,45 @@ class VariantScores:
     short: Scores | None = None
     prose: Scores | None = None
     status: str = ""
+
+
+def usable_length_of(
+    row: VariantScores, plain: VariantScores, lengths: Mapping[str, int]
+) -> UsableLength | None:
+    """Return up to which length a variant keeps the plain model's short-context answers.
+
+    Args:
+        row: The variant's scores.
+        plain: The plain model's.
+        lengths: Tokens of the samples `short` and `long`.
+
+    Returns:
+        The length with its interval; None if the plain model has no answers to keep.
+    """
+    reference = plain.short and plain.short.accuracy_interval(exact=True)
+    if plain.short is None or not reference or not reference.low > 0:
+        return None
+    parts = {lengths[kind]: getattr(row, kind) for kind in ("short", "long") if kind in lengths}
+    scores: dict[int, Scores] = {n: part for n, part in parts.items() if part is not None}
+    reference_texts = len(set(plain.short.groups))
+
+    def kept(length: int, texts: int = 0) -> Interval | None:
+        of = scores[length]
+        share = of.accuracy_interval(exact=True)
+        if share is None:
+            return None
+        if of == plain.short:  # to the last bit, as of what follows the length
+            return replace(reference, estimate=1.0, low=1.0, high=1.0)
+        times = (texts / len(set(of.groups)), texts / reference_texts)
+        return retention(
+            *(grown(x, max(1.0, t)) for x, t in zip((share, reference), times, strict=True))
+        )
+
+    measured = {length: kept(length) for length in scores}
+    known = {length: interval for length, interval in measured.items() if interval is not None}
+    if not known:
+        return None
+    return name_texts_needed(usable_length(known, USABLE_SHARE), USABLE_SHARE, kept)
 
 
 def to_measured_variant(row: VariantScores, plain_engines: Sequence[str]) -> MeasuredVariant:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from rope_patch.recommending.decision_rule import (
     VariantScores,
     held_out_table,
     score_difference,
+    usable_length_of,
 )
 from rope_patch.recommending.sample_sets import BLOCK_SIZE
 from rope_patch.recommending.successive_halving import SuccessiveHalving
 from rope_patch.recommending.variants import PLAIN, export_command, patch_call
 from rope_patch.searching.model import plain_config
 from rope_patch.searching.search_result import SearchResult
-from rope_patch.statistics import Interval
+from rope_patch.statistics import USABLE_SHARE, Interval, UsableLength
 from rope_patch.utils import atomic_files
 from rope_patch.utils.checksums import json_safe
 from rope_patch.utils.errors import (
@@ -61,7 +62,8 @@ class Recommendation:
         shell: The export command for another engine; empty if there is none.
         rows: A row for each method: `name`, `method`, `options`, `status`, `engines`; `long`,
             `short` and `prose` with `nll`, `accuracy`, their intervals and `samples`; `behind` (the
-            best at the length) and `price` and `prose_price` (against the plain model).
+            best at the length) and `price` and `prose_price` (against the plain model); `usable`,
+            the fields of its `rope_patch.statistics.UsableLength`, or None.
         samples: Samples at the target length that the last methods were compared on.
         scored: Samples scored in all, without the search's.
         not_measured: What was not measured, and why.
@@ -146,7 +148,10 @@ def make_recommendation(
     """Return the recommendation of a run, from its measurements and the decision on them."""
     space = halving.space
     trained = space.geometry.trained_length
-    rows = result_rows(list(halving.rows.values()), choice)
+    lengths = {"long": space.length}
+    if facts.short_length is not None:
+        lengths["short"] = facts.short_length
+    rows = result_rows(list(halving.rows.values()), choice, lengths)
     python = shell = ""
     if choice.name is not None:
         row = halving.rows[choice.name]
@@ -201,13 +206,16 @@ def _search_result(facts: RunFacts, halving: SuccessiveHalving) -> SearchResult 
     )
 
 
-def result_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any]]:
+def result_rows(
+    rows: Sequence[VariantScores], choice: Choice, lengths: Mapping[str, int]
+) -> list[dict[str, Any]]:
     """Return all results of each method as plain data, see `Recommendation.rows`."""
     table = []
     plain = next(row for row in rows if row.variant.method is None)
     best = next((row for row in rows if row.variant.name == choice.best), None)
     for row in rows:
         entry, name = row.variant, row.variant.name
+        usable = usable_length_of(row, plain, lengths)
         table.append(
             {
                 "name": name,
@@ -222,6 +230,7 @@ def result_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str,
                 "behind": None if best is None else _difference_to_dict(row.long, best.long),
                 "price": _difference_to_dict(row.short, plain.short),
                 "prose_price": _difference_to_dict(row.prose, plain.prose),
+                "usable": None if usable is None else asdict(usable),
                 "leaves_short": entry.short_rotation.candidate is None,
             }
         )
@@ -266,6 +275,8 @@ def _difference_to_dict(scores: Scores | None, other: Scores | None) -> dict[str
 _NO_VALUE = "–"
 _PERCENT = SignedFormat(1)
 _NOTES = (
+    f"Usable is a length up to which {USABLE_SHARE:.0%} of the answers are right that the plain "
+    "model gets right within its trained length, with its 95% interval.",
     "Intervals are 95% each, over texts, not for all comparisons together. The best of several "
     "looks better on the samples that it was chosen by than it is.",
     "A price is the difference from the plain model within its trained length, on the same "
@@ -298,20 +309,21 @@ def verdict_sentence(
         best = by_name[str(choice.best)]
         return (
             f"Nothing here holds {at}: the best, {choice.best}, gets "
-            f"{_accuracy_text(best['long'])} there{_retention_text(choice)}. Fine-tune at that "
-            "length (rope-patch finetune), or ask for a shorter one."
+            f"{_accuracy_text(best['long'])} there{_retention_text(choice)}."
+            f"{_usable_text(best)} Fine-tune at that length (rope-patch finetune), or ask for a "
+            "shorter one."
         )
     row = by_name[choice.name]
     if choice.name == PLAIN:
         return (
             f"Nothing is needed {at}: the plain model gets {_accuracy_text(row['long'])} there, "
-            "and no method that was measured is shown to be better."
+            f"and no method that was measured is shown to be better.{_usable_text(row)}"
         )
     plain = by_name[PLAIN]["long"]
     return (
         f"Use {choice.name} {at}: it gets {_accuracy_text(row['long'])} "
-        f"there{_retention_text(choice)}; the plain model gets {_accuracy_text(plain)}. "
-        f"{_price_text(row, trained)}"
+        f"there{_retention_text(choice)}; the plain model gets {_accuracy_text(plain)}."
+        f"{_usable_text(row)} {_price_text(row, trained)}"
     )
 
 
@@ -377,6 +389,7 @@ def _table_rows(recommendation: Recommendation) -> list[list[str]]:
         "method",
         f"right at {recommendation.length:,}",
         "nats",
+        "usable up to",
         "behind the best",
         "right within",
         "price, nats",
@@ -396,6 +409,7 @@ def _method_cells(row: dict[str, Any]) -> list[str]:
         row["name"],
         _format_share(long.get("accuracy")),
         _format_nats(long.get("nll")),
+        str(_usable_length(row)).replace(" tokens", "") if row.get("usable") else _NO_VALUE,
         _format_signed(row["behind"]["nll"]) if row["behind"] else _NO_VALUE,
         _format_share(short.get("accuracy")),
         price or _NO_VALUE,
@@ -417,10 +431,23 @@ def _retention_text(choice: Choice) -> str:
     if choice.retained_share is None:
         return ""
     share = choice.retained_share
+    # A method may do better than the plain model does there: nothing is kept but all of it.
+    estimate, low, high = (min(x, 1.0) for x in (share.estimate, share.low, share.high))
     return (
-        f", {share.estimate:.0%} ({share.low:.0%} to {share.high:.0%}) of what the plain model "
-        "gets right within its trained length"
+        f", {estimate:.0%} ({low:.0%} to {high:.0%}) of what the plain model gets right within its "
+        "trained length"
     )
+
+
+def _usable_text(row: dict[str, Any]) -> str:
+    """Return a sentence on a method's usable length, with a space before it; none if unknown."""
+    if row.get("usable") is None:
+        return ""
+    return f" Usable length: {_usable_length(row)}."
+
+
+def _usable_length(row: dict[str, Any]) -> UsableLength:
+    return UsableLength(**{**row["usable"], "lengths": tuple(row["usable"]["lengths"])})
 
 
 def _price_text(row: dict[str, Any], trained: int) -> str:

@@ -1,4 +1,4 @@
-"""Statistics of measurements: intervals, retention and effective length, tests between methods.
+"""Statistics of measurements: intervals, retention and usable length, tests between methods.
 
 Pure functions on numbers. Everything random is drawn from a seed, so a report made twice is the
 same report. Whether a difference is shown is decided by `mean_test`, of scores by
@@ -15,7 +15,15 @@ from rope_patch.statistics.clustered_mean import (
     mean_test,
     two_means_p,
 )
-from rope_patch.statistics.intervals import Interval, accuracy, is_precise, required_samples, wilson
+from rope_patch.statistics.intervals import (
+    Interval,
+    accuracy,
+    clopper_pearson,
+    grown,
+    is_precise,
+    required_samples,
+    wilson,
+)
 from rope_patch.statistics.paired_tests import (
     PairedTest,
     holm,
@@ -27,40 +35,49 @@ from rope_patch.statistics.paired_tests import (
 )
 from rope_patch.statistics.power import (
     POWER,
+    least_number,
     look_factor,
     required_texts,
     smallest_effect,
     texts_to_decide,
 )
 from rope_patch.statistics.retention import (
+    USABLE_SHARE,
+    UsableLength,
     above_chance,
-    effective_length,
+    name_texts_needed,
     retention,
     stratified_mean,
+    usable_length,
 )
 from rope_patch.statistics.verdict import SIGNIFICANCE_LEVEL, Outcome, Verdict
 
 __all__ = [
     "POWER",
     "SIGNIFICANCE_LEVEL",
+    "USABLE_SHARE",
     "ClusteredMean",
     "Interval",
     "MeanTest",
     "Outcome",
     "PairedTest",
+    "UsableLength",
     "Verdict",
     "above_chance",
     "accuracy",
     "bootstrap_mean",
+    "clopper_pearson",
     "clustered_mean",
-    "effective_length",
+    "grown",
     "hall_p_values",
     "holm",
     "is_precise",
+    "least_number",
     "least_texts",
     "look_factor",
     "mcnemar",
     "mean_test",
+    "name_texts_needed",
     "paired_difference",
     "perplexity_interval",
     "perplexity_ratio",
@@ -73,5 +90,6 @@ __all__ = [
     "stratified_mean",
     "texts_to_decide",
     "two_means_p",
+    "usable_length",
     "wilson",
 ]

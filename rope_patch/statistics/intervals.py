@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,17 +68,50 @@ def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
     return Interval(share, low, high, n, n)
 
 
+def clopper_pearson(successes: float, n: float, confidence: float = 0.95) -> Interval:
+    """Return the exact interval of a share (Clopper & Pearson 1934).
+
+    Each bound errs with at most half of `1 - confidence`, however few samples there are, where
+    Wilson's may err somewhat more. 10 of 10 gives [0.69, 1].
+
+    Args:
+        successes: Hits, or the sum of scores in 0..1; at most `n`.
+        n: Samples, or an effective number of them, not necessarily whole.
+        confidence: Two-sided level, between 0 and 1.
+
+    Raises:
+        ValueError: See `wilson`.
+    """
+    share, alpha = wilson(successes, n, confidence).estimate, half_alpha(confidence)
+    hits, misses = share * n, n - share * n
+    low = 0.0 if share == 0 else float(special.betaincinv(hits, misses + 1, alpha))
+    high = 1.0 if share == 1 else float(special.betaincinv(hits + 1, misses, 1 - alpha))
+    return Interval(share, low, high, n, n)
+
+
+def grown(interval: Interval, times: float) -> Interval:
+    """Return the exact interval of the same share on so many times the samples.
+
+    Args:
+        interval: Of a share.
+        times: At least 1.
+    """
+    n = interval.effective_n * times
+    return clopper_pearson(interval.estimate * n, n)
+
+
 def accuracy(
     scores: Sequence[float | None],
     clusters: Sequence[Hashable] | None = None,
     confidence: float = 0.95,
+    bounds: Callable[[float, float, float], Interval] = wilson,
 ) -> Interval:
     """Return the mean score with an interval that accounts for samples sharing a text.
 
     Samples on one text hit and miss together, so they hold less information than independent ones
     (Miller 2024, arXiv:2411.00640). The design effect, the variance by clusters (linearised, from
     the clusters' summed residuals) over that of independent samples, divides n; the interval is
-    Wilson's on what remains (Dean & Pagano 2015). Few clusters make the design effect itself
+    that of a share on what remains (Dean & Pagano 2015). Few clusters make the design effect itself
     uncertain, for which the effective n shrinks by Student's quantiles (Korn & Graubard 1998). It
     stays between that of independent samples and that of texts whose samples all agree (for equal
     clusters: their number). Equal scores do not show how far samples agree: they take the latter.
@@ -92,6 +125,7 @@ def accuracy(
         scores: Scores in 0..1; None for samples that failed.
         clusters: The text of each score; None if all samples are independent.
         confidence: Two-sided level, between 0 and 1.
+        bounds: The interval of a share, `wilson` or `clopper_pearson`.
 
     Raises:
         ValueError: If no sample was scored, a score is outside 0..1 or the lengths differ.
@@ -117,8 +151,8 @@ def accuracy(
         if np.ptp(values) > 0 and len(sizes) > 1:
             effective = min(max(_effective_n(sums, sizes, confidence), least), float(n))
     mean = float(values.mean())
-    interval = wilson(mean * effective, effective, confidence)
-    perfect = wilson(least, least, confidence).low
+    interval = bounds(mean * effective, effective, confidence)
+    perfect = bounds(least, least, confidence).low
     low, high = min(interval.low, perfect), max(interval.high, 1 - perfect)
     return Interval(mean, low, high, n, effective, failed=len(scores) - n)
 

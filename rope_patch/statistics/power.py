@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -73,19 +74,32 @@ def required_texts(
         raise ValueError(f"expected an effect above 0, got {effect}; give its size")
     _check(level, deviation, power)
     ratio = effect / deviation
-    enough = least_texts(level)
-    too_few = enough - 1
-    while _power(ratio, enough, level) < power:
-        too_few, enough = enough, 2 * enough
-        if too_few >= _MAX_TEXTS:
+
+    def is_enough(texts: int) -> bool:
+        return _power(ratio, texts, level) >= power
+
+    return least_number(is_enough, least_texts(level), _MAX_TEXTS)
+
+
+def least_number(
+    is_enough: Callable[[int], bool], start: int, most: int = _MAX_TEXTS
+) -> int | None:
+    """Return the least number from `start` to `most` that is enough; None if none is.
+
+    Args:
+        is_enough: Whether a number is; where one is, larger ones are, too.
+        start: The first number to try.
+        most: The last one.
+    """
+    too_few, enough = start - 1, start
+    while not is_enough(enough):
+        if enough >= most:
             return None
+        too_few, enough = enough, min(2 * enough, most)
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if _power(ratio, middle, level) < power:
-            too_few = middle
-        else:
-            enough = middle
-    return enough if enough <= _MAX_TEXTS else None
+        too_few, enough = (too_few, middle) if is_enough(middle) else (middle, enough)
+    return enough
 
 
 def texts_to_decide(measured: ClusteredMean, level: float = 0.05) -> int | None:

@@ -196,6 +196,14 @@ def test_evaluate_measures_what_the_command_measures_and_reads_as_its_report(tmp
     assert done.verdict in (done.folder / "report.md").read_text().replace("\n", " ")
     assert shown == [str(done)] == [done.overview]
     assert "yarn" in done.overview
+    assert done.usable.keys() == got["usable"].keys() == {"none", "yarn ×2"}
+    for label, usable in done.usable.items():
+        record = got["usable"][label]["all"]
+        assert (usable.estimate, usable.low, list(usable.lengths)) == (
+            *(record["estimate"], record["low"]),
+            [256, 400],
+        )
+        assert usable.text in " ".join(done.overview.split())
     assert done.report.is_file()
     assert all(path.read_bytes()[1:4] == b"PNG" for path in done.figures.values())
     assert "answers" in done.figures

@@ -170,6 +170,7 @@ def test_an_evaluation_returns_and_writes_what_the_schema_says(finished_run):
         assert returned[part], part
     for part in ("control", "short_control", "key_tokens", "sliding"):
         assert returned["perplexity"][part], part
+    assert returned["usable"] == written["usable"]
     choices = returned["retrieval"][2]["samples"]["none"]
     assert all("chance" in row for row in choices)
 

@@ -261,13 +261,13 @@ def test_looks_cost_and_need_no_number_of_samples():
 @pytest.mark.parametrize("values", [{}, {"chance": 0.25}])
 @pytest.mark.parametrize("tasks", [(TASK,), (TASK, "rp_vt_ll", "rp_cwe_ll")])
 def test_samples_that_are_stated_to_call_a_length_usable_do(tasks, values):
-    """By the report's effective length, where every answer is right."""
+    """By the report's usable length, where every answer is right."""
     text = "\n".join(plan_sentences(asked(), planned(6, 2, tasks, **values), TRAINED))
     assert "accuracies cannot call 2,048 tokens usable" in text
     needed = int(re.search(r"it takes (\d+) samples a task", text)[1])
-    for count, usable in ((needed, 2048), (needed - 1, None)):
+    for count, is_usable in ((needed, True), (needed - 1, False)):
         samples = {"none": [r for n in LENGTHS for r in rows(count, 2, n, score=1.0, **values)]}
-        assert run(samples, tasks).effective_length("none")[0] == usable
+        assert run(samples, tasks).usable_length("none").is_beyond(TRAINED) == is_usable
     enough = plan_sentences(asked(), planned(needed, 2, tasks, **values), TRAINED)
     assert any("accuracies can call 2,048 tokens usable" in sentence for sentence in enough)
 

@@ -9,9 +9,11 @@ import torch
 from extensions import LENGTH, TINY, TRAINED, extend_tiny, extend_until_killed, files, step_result
 from helpers.commands import run_in_this_process
 from huggingface_hub import ModelCard
+from huggingface_hub.repocard_data import model_index_to_eval_results
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
+from rope_patch.evaluation import RunStatistics
 from rope_patch.exporting import ENGINES
 from rope_patch.extending import Candidate, ExtendRequest, publish, write_exports
 
@@ -64,13 +66,27 @@ def test_the_card_names_method_lengths_evidence_and_gaps(finished):
     card = (result.folder / "README.md").read_text()
     method = json.loads((result.folder / "rope_patch.json").read_text())["method"]
     header = ModelCard(card, ignore_metadata_errors=False).data  # as the hub reads it
-    assert header.to_dict() == {
+    data = header.to_dict()
+    name, evaluations = model_index_to_eval_results(data.pop("model-index"))
+    assert data == {
         "library_name": "transformers",
         "tags": ["rope_patch", "long-context", method],
     }
+    assert name == "tiny-llama"
+    report = json.loads((result.folder / "report" / "report.json").read_text())
+    stats = RunStatistics(report)
+    accuracies = {e.dataset_config: e.metric_value for e in evaluations if e.dataset_config}
+    assert accuracies == {
+        str(length): round(stats.accuracy(result.method, lengths=(length,)).estimate, 4)
+        for length in stats.lengths
+    }
+    usable = [e.metric_value for e in evaluations if e.metric_type == "usable_length"]
+    expected = stats.usable_length(result.method)
+    assert usable == ([expected.stated] if expected and expected.stated else [])
     for words in (
         "# tiny-llama, 256 → 1,024 tokens",
         f"| method | {result.method} |",
+        "| usable length, 85% of the short-context score | ",
         "12 questions about 12 texts at each length",
         "| plain model |",
         "as they were: nothing was trained",

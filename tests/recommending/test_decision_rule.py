@@ -12,11 +12,14 @@ from rope_patch.recommending import (
     BlockCosts,
     MeasuredVariant,
     Scores,
+    Variant,
+    VariantScores,
     choose,
     gain_over_control,
     minimum_seconds,
     plan_budget,
     score_difference,
+    usable_length_of,
 )
 
 TEXTS = 24
@@ -275,3 +278,34 @@ def test_the_minimum_time_is_that_of_two_methods_and_two_controls():
     assert seconds == pytest.approx(2 * (10 + 3) + 10 + 2)
     assert minimum_seconds(costs, short=2.0, measured=1) / 1.1 == pytest.approx((10 + 3) + 10)
     assert math.isfinite(seconds)
+
+
+# -- usable length ---------------------------------------------------------------------------------
+
+
+def measured(name, long, short):
+    return VariantScores(Variant(name), long=long, short=short)
+
+
+@pytest.mark.parametrize(
+    ("count", "accuracy", "expected"),
+    [
+        (23, 1.0, "at least 16,384 tokens (the longest measured)"),
+        (22, 1.0, "not shown (takes 23 texts)"),
+        (40, 0.0, "4,096 tokens (4,096 to 16,384)"),
+    ],
+)
+def test_a_usable_length_is_of_the_plain_model_s_answers_within_its_length(
+    count, accuracy, expected
+):
+    """One answer a text: 23 that are all right show 85%, since .85^23 is below 2.5%."""
+    right, other = (scores(seed=seed, count=count, answers=1) for seed in (1, 2))
+    plain = measured("plain", scores(5.0, 0.0, count=count, answers=1), right)
+    method = measured("yarn", scores(accuracy=accuracy, count=count, answers=1), other)
+    lengths = {"short": 4096, "long": 16384}
+    assert str(usable_length_of(method, plain, lengths)) == expected
+    assert str(usable_length_of(plain, plain, lengths)) == "4,096 tokens (4,096 to 16,384)"
+    follows = measured("dynamic-yarn", method.long, right)
+    assert usable_length_of(follows, plain, lengths).low >= 4096
+    blind = measured("plain", plain.long, scores(5.0, 0.0, count=count, answers=1))
+    assert usable_length_of(method, blind, lengths) is None

@@ -107,6 +107,8 @@ def test_a_method_that_holds_is_recommended(finished_run):
     best = row(recommendation, recommendation.method)
     assert best["long"]["accuracy"][0] > 0.9
     assert f"Use {recommendation.method} at 1,024 tokens" in recommendation.verdict
+    assert best["usable"]["lengths"][-1] == 1024
+    assert "Usable length: " in recommendation.verdict
     assert row(recommendation, "plain")["long"]["accuracy"][0] < 0.5
     assert row(recommendation, "linear")["long"]["accuracy"][0] < 0.6
     assert row(recommendation, "linear")["behind"]["nll"][1] > 0

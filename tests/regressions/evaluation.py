@@ -145,15 +145,15 @@ DEFECTS = [
     Defect(
         "retention counts what a guess gets",
         _RETRIEVAL,
-        "statistics.stratified_mean([cell.above_chance for cell in cells if",
-        "statistics.stratified_mean([cell.accuracy for cell in cells if",
+        "statistics.stratified_mean([cells[task].above_chance for",
+        "statistics.stratified_mean([cells[task].accuracy for",
         ("tests/evaluation/report/test_task_means.py::test_what_a_guess_gets_is_nothing_kept",),
     ),
     Defect(
         "a plain model that guesses has an accuracy to keep",
         _RETRIEVAL,
-        "        return statistics.retention(above, base_above) if base_above.low > 0 else None\n",
-        "        return statistics.retention(above, base_above)\n",
+        "        if not base_above.low > 0:\n            return None\n",
+        "",
         (
             "tests/evaluation/report/test_task_means.py::test_a_plain_model_that_guesses_has_nothing_to_keep",
         ),

@@ -86,19 +86,24 @@ DEFECTS = [
     Defect(
         "a length counts as usable by its estimate, whatever its lower bound",
         "rope_patch/statistics/retention.py",
-        "        if interval.low >= threshold:\n",
-        "        if interval.estimate >= threshold:\n",
-        (
-            "tests/statistics/test_retention.py::test_effective_length_distinguishes_few_samples_from_failure",
-        ),
+        "takewhile(lambda length: kept[length].low >= share, lengths)",
+        "takewhile(lambda length: kept[length].estimate >= share, lengths)",
+        ("tests/statistics/test_retention.py::test_a_usable_length_and_its_interval",),
     ),
     Defect(
-        "the effective length is the longest that clears, whatever fails below it",
+        "the usable length is the longest that is kept, whatever is lost below it",
         "rope_patch/statistics/retention.py",
-        '        at = f"at {length:,} tokens"\n',
-        '        if any(i.low >= threshold for n, i in measured.items() if n > length):\n            continue\n        at = f"at {length:,} tokens"\n',
+        "    shown = list(takewhile(lambda length: kept[length].low >= share, lengths))\n",
+        "    shown = [length for length in lengths if kept[length].low >= share]\n",
+        ("tests/statistics/test_retention.py::test_a_usable_length_and_its_interval",),
+    ),
+    Defect(
+        "a usable length is shown by Wilson's bound, which errs in more than 2.5% of runs",
+        "rope_patch/evaluation/report/results/retrieval.py",
+        "lengths=(length,), bounds=statistics.clopper_pearson)",
+        "lengths=(length,), bounds=statistics.wilson)",
         (
-            "tests/statistics/test_retention.py::test_effective_length_stops_at_the_first_that_fails",
+            "tests/evaluation/report/test_task_means.py::test_so_many_texts_as_a_usable_length_needs_do",
         ),
     ),
     Defect(

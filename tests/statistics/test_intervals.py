@@ -165,7 +165,7 @@ REFUSED = [
     *((statistics.mean_test, (x, range(len(x))), "values") for x in ([], [1.0, math.inf])),
     (statistics.retention, (UNDEFINED, statistics.wilson(1, 2)), "at least 0"),
     (statistics.stratified_mean, ([],), "at least one"),
-    (statistics.effective_length, ({}, 0.85), "at least one measured length"),
+    (statistics.usable_length, ({}, 0.85), "at one length at least"),
     (statistics.look_factor, (-1,), "at least 0"),
     *((statistics.smallest_effect, (4, 1.0, level), "expected") for level in (0.0, 1.0)),
     *((statistics.smallest_effect, (4, 1.0, 0.05, power), "expected") for power in (0.5, 1.0)),

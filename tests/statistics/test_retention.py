@@ -1,9 +1,12 @@
-"""Test retention and effective length by their definitions and on simulated data."""
+"""Test retention and usable length by their definitions and on simulated data."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from rope_patch import statistics
 from rope_patch.statistics import Interval
@@ -100,42 +103,116 @@ def test_retention_of_a_base_at_zero_has_no_upper_end():
     assert statistics.retention(some, certain).high == math.inf
 
 
-WHOLE, DEAD, FEW, NONE = (50, 50), (20, 50), (5, 5), (3, 50)
+# -- usable length ---------------------------------------------------------------------------------
+
+WHOLE, HALF, FEW, NONE = (50, 50), (25, 50), (5, 5), (3, 50)
 
 
-@pytest.mark.parametrize(
-    ("counts", "length", "reason"),
-    [
-        ((WHOLE, WHOLE), 2048, "passes all"),
-        ((NONE,), None, "fails at 1,024 tokens: 6.0%"),
-    ],
-)
-def test_effective_length_is_the_longest_above_the_threshold(counts, length, reason):
-    got = effective_length(*counts)
-    assert got[0] == length
-    assert got[1].startswith(reason)
-
-
-def effective_length(*counts):
-    """Return it of `(hits, n)` at 1,024 tokens, 2,048 tokens and so on."""
-    shares = {1024 * 2**i: statistics.wilson(hits, n) for i, (hits, n) in enumerate(counts)}
-    forwards = statistics.effective_length(shares, 0.85)
-    assert statistics.effective_length(dict(reversed(shares.items())), 0.85) == forwards
+def usable(*counts, share=0.85):
+    """Return the usable length of `(hits, n)` at 1,024 tokens, 2,048 tokens and so on."""
+    kept = {1024 * 2**i: statistics.clopper_pearson(*each) for i, each in enumerate(counts)}
+    forwards = statistics.usable_length(kept, share)
+    assert statistics.usable_length(dict(reversed(kept.items())), share) == forwards
     return forwards
 
 
-def test_effective_length_stops_at_the_first_that_fails():
-    length, reason = effective_length(WHOLE, DEAD, WHOLE)
-    assert length == 1024
-    assert reason.startswith("fails at 2,048 tokens: 40.0%")
+@pytest.mark.parametrize(
+    ("counts", "estimate", "low", "high", "text"),
+    [
+        ((WHOLE, WHOLE, WHOLE), 4096, 4096, None, "at least 4,096 tokens (the longest measured)"),
+        ((WHOLE, WHOLE, HALF), 2048, 2048, 4096, "2,048 tokens (2,048 to 4,096)"),
+        ((WHOLE, (8, 8), HALF), 2048, 1024, 4096, "2,048 tokens (1,024 to 4,096)"),
+        ((WHOLE, (5, 8), HALF), 1024, 1024, 4096, "1,024 tokens (1,024 to 4,096)"),
+        ((WHOLE, FEW, FEW), 4096, 1024, None, "at least 1,024 tokens (2,048 is undecided)"),
+        ((NONE, NONE), None, None, 1024, "below 1,024 tokens (the shortest measured)"),
+        ((FEW, FEW, NONE), 2048, None, 4096, "not shown (below 4,096)"),
+        ((FEW, FEW), 2048, None, None, "not shown"),
+        # What comes back beyond a lost length is not usable, nor is what is unsure before it.
+        ((WHOLE, NONE, WHOLE), 1024, 1024, 2048, "1,024 tokens (1,024 to 2,048)"),
+        ((HALF, WHOLE), None, None, 1024, "below 1,024 tokens (the shortest measured)"),
+        ((FEW, NONE, WHOLE), 1024, None, None, "not shown"),
+    ],
+)
+def test_a_usable_length_and_its_interval(counts, estimate, low, high, text):
+    got = usable(*counts)
+    assert (got.estimate, got.low, got.high) == (estimate, low, high)
+    assert str(got) == text
+    assert got.is_beyond(512) == (low is not None)
+    assert not got.is_beyond(4096)
 
 
-def test_effective_length_distinguishes_few_samples_from_failure():
-    length, reason = effective_length(WHOLE, FEW)
-    assert length == 1024
-    assert reason.startswith("n too small at 2,048 tokens: 100.0%")
-    assert "n = 5" in reason
-    undefined = {1024: Interval(math.nan, 0, math.inf, 5, 5)}
-    length, reason = statistics.effective_length(undefined, 0.85)
-    assert length is None
-    assert reason.startswith("undefined at 1,024")
+def test_the_number_of_texts_that_would_do_is_named():
+    got = replace(usable(FEW, NONE), texts_needed=23)
+    assert (got.undecided, str(got)) == (1024, "not shown (below 2,048; takes 23 texts)")
+    assert str(replace(usable(WHOLE, FEW), texts_needed=23)) == (
+        "at least 1,024 tokens (2,048 takes 23 texts)"
+    )
+    assert usable(WHOLE, NONE).undecided is None
+    assert usable(WHOLE, FEW, FEW, NONE).undecided == 2048
+
+
+def test_the_estimate_is_of_the_least_squares_fit_that_never_rises():
+    """By the formula of isotonic regression: the least, over starts, of the largest mean."""
+    generator = np.random.default_rng(5)
+    for _ in range(300):
+        count = int(generator.integers(1, 7))
+        values = generator.choice([0.6, 0.8, 0.85, 0.9, 1.0], count)
+        sizes = generator.integers(1, 60, count)
+        wide = {
+            1000 * i: Interval(float(value), 0.0, 2.0, int(n), int(n))
+            for i, (value, n) in enumerate(zip(values, sizes, strict=True), 1)
+        }
+        means = {
+            (j, k): np.average(values[j : k + 1], weights=sizes[j : k + 1])
+            for j in range(count)
+            for k in range(j, count)
+        }
+        fit = [
+            min(max(means[j, k] for k in range(i, count)) for j in range(i + 1))
+            for i in range(count)
+        ]
+        expected = [length for length, value in zip(wide, fit, strict=True) if value >= 0.85 - 1e-9]
+        got = statistics.usable_length(wide, 0.85)
+        assert (got.estimate, got.low, got.high) == (max(expected, default=None), None, None)
+
+
+def test_an_estimate_lies_in_its_interval():
+    generator = np.random.default_rng(6)
+    for _ in range(2000):
+        sizes = generator.integers(1, 60, int(generator.integers(1, 7)))
+        got = usable(*((int(generator.integers(n // 2, n + 1)), int(n)) for n in sizes))
+        assert (got.low or 0) <= (got.estimate or 0)
+        assert (got.estimate or 0) < (got.high or math.inf)
+        assert got.estimate in (None, *got.lengths)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "is_exact"), [(statistics.clopper_pearson, True), (statistics.wilson, False)]
+)
+def test_each_test_errs_as_often_as_it_may(bounds, is_exact):
+    """Summed over all outcomes of 16 texts at both lengths, at 85% of each reference score."""
+    n = 16
+    of = [bounds(hits, n) for hits in range(n + 1)]
+    kept = [[statistics.retention(a, b) if b.low > 0 else None for b in of] for a in of]
+    is_low = np.array([[each is not None and each.low >= 0.85 for each in row] for row in kept])
+    is_high = np.array([[each is not None and each.high < 0.85 for each in row] for row in kept])
+    errors = []
+    for score in np.linspace(0.05, 1, 20):
+        base, patched = (stats.binom.pmf(range(n + 1), n, p) for p in (score, 0.85 * score))
+        errors.append([patched @ is_low @ base, patched @ is_high @ base])
+    lower, upper = np.max(errors, axis=0)
+    assert (max(lower, upper) <= 0.025) == is_exact
+    assert (np.sum(errors, axis=1).max() <= 0.05) == is_exact
+    assert max(lower, upper) > 0.01  # not much stricter than promised
+
+
+@pytest.mark.parametrize("curve", range(1, 8))
+def test_the_interval_of_a_usable_length_has_its_coverage(curve, monkeypatch):
+    """At 8 to 128 texts, one question a text or four; docs/evaluation.md has more runs."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs" / "generate")
+    from usable_lengths import CURVES, TEXTS, coverage
+
+    for texts in TEXTS:
+        for questions in (1, 4):
+            share, _ = coverage(CURVES[curve], texts, questions, runs=200, seed=curve)
+            assert share >= 0.94 - 0.01  # within the error of so few runs

@@ -7,7 +7,7 @@ import pytest
 from helpers.commands import run_in_this_process
 from helpers.tiny_models import make_model
 from helpers.tokenizers import TINY
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResult, ModelCard
 from matplotlib.figure import Figure
 
 import rope_patch
@@ -124,6 +124,10 @@ def card(tmp_path):
         "trained_length": 1024,
         "length": 4096,
         "sentences": [NASTY],
+        "usable": "4,096 tokens",
+        "evaluations": [
+            EvalResult("text-generation", "rope_patch", NASTY, "accuracy", 0.5, metric_name=NASTY)
+        ],
         "table": table,
         "lines": [NASTY],
         "left_out": [NASTY],
@@ -137,6 +141,9 @@ def card(tmp_path):
 def test_recommendations_and_cards_show_the_words_of_others(tmp_path):
     header = ModelCard(card(tmp_path), ignore_metadata_errors=False).data
     assert (header.base_model, header.tags[-1]) == (NASTY, NASTY)
+    assert [(each.dataset_name, each.metric_name) for each in header.eval_results] == [
+        (NASTY, NASTY)
+    ]
     for page, count in ((recommendation_markdown(recommendation()), 6), (card(tmp_path), 8)):
         text = ModelCard(page).text  # without YAML
         prose = [line for line in text.splitlines() if not line.startswith("Made by")]  # code

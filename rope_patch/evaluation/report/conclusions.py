@@ -34,7 +34,7 @@ from rope_patch.evaluation.report.table import (
     share_with_interval,
 )
 from rope_patch.evaluation.results_schema import RunRecord, SampleRecord
-from rope_patch.statistics import SIGNIFICANCE_LEVEL, MeanTest, Outcome, Verdict
+from rope_patch.statistics import SIGNIFICANCE_LEVEL, MeanTest, Outcome, UsableLength, Verdict
 
 MAX_ROWS = 8  # rows that a table shows of each group of methods; the rest is folded
 
@@ -65,8 +65,8 @@ def headline(stats: RunStatistics, ranking: Ranking) -> str:
         return _served_headline(stats, best)
     if stats.is_served and len(stats.labels) == 2:
         return _servers_headline(stats, best)
-    usable = stats.effective_length(best)[0] if stats.lengths else None
-    if usable is not None and usable > stats.trained_length:
+    usable = stats.usable_length(best)
+    if usable is not None and usable.is_beyond(stats.trained_length):
         return _usable_length_headline(stats, ranking, best, usable)
     length = stats.verdict_length
     if length is not None and (verdict := stats.verdicts_on_plain(length).get(best)):
@@ -86,12 +86,9 @@ def headline(stats: RunStatistics, ranking: Ranking) -> str:
 def _served_headline(stats: RunStatistics, label: str) -> str:
     """Return how far the model of a server, the only one that was measured, is usable."""
     trained = f"the trained {stats.trained_length:,} tokens"
-    usable, reason = stats.effective_length(label) if stats.lengths else (None, "")
-    who = f"The {stats.plain_name}"
-    if usable is not None and usable > stats.trained_length:
-        times, kept = f"{usable / stats.trained_length:.3g}", stats.retention(label, usable)
-        clause = f": it keeps {share_with_interval(kept)} of its accuracy there" if kept else ""
-        return f"{who} is usable up to {usable:,} tokens, {times} times {trained}{clause}."
+    usable, who = stats.usable_length(label), f"The {stats.plain_name}"
+    if usable is not None and usable.is_beyond(stats.trained_length):
+        return f"{who} is usable up to {_usable_length_text(stats, label, usable)}."
     first = next(
         (n for n in stats.lengths_beyond_training if stats.retention(label, n) is not None), None
     )
@@ -103,7 +100,7 @@ def _served_headline(stats: RunStatistics, label: str) -> str:
     lengths = stats.lengths_beyond_training or tuple(stats.lengths)
     if (share := stats.accuracy(label, lengths=lengths)) is not None:
         where = "beyond" if stats.lengths_beyond_training else "up to"
-        why = f" ({reason})" if stats.lengths_beyond_training else ""
+        why = f" ({stats.nothing_to_keep})" if stats.lengths_beyond_training else ""
         return (
             f"{who} answers {share_with_interval(share)} right {where} {trained}; how far it is "
             f"usable is not shown{why}."
@@ -157,15 +154,26 @@ def _servers_headline(stats: RunStatistics, other: str) -> str:
     return f"This run cannot tell {second} from {first} at {at} by right answers: {numbers}."
 
 
-def _usable_length_headline(stats: RunStatistics, ranking: Ranking, best: str, length: int) -> str:
-    times = f"{length / stats.trained_length:.3g}"
-    who = (
-        f"Use {_best_names(stats, ranking, best)}" if best != stats.plain else "Use the plain model"
+def _usable_length_headline(
+    stats: RunStatistics, ranking: Ranking, best: str, usable: UsableLength
+) -> str:
+    who = _best_names(stats, ranking, best) if best != stats.plain else "the plain model"
+    return (
+        f"Use {who}: usable up to {_usable_length_text(stats, best, usable)}"
+        f"{_price_clause(stats, best)}{_rivals_clause(stats, ranking)}."
     )
-    text = f"{who} up to {length:,} tokens, {times} times the trained {stats.trained_length:,}: it "
-    if (retention := stats.retention(best, length)) is not None:
-        text += f"keeps {share_with_interval(retention)} of the {stats.plain_name}'s accuracy there"
-    return f"{text}{_price_clause(stats, best)}{_rivals_clause(stats, ranking)}."
+
+
+def _usable_length_text(stats: RunStatistics, label: str, usable: UsableLength) -> str:
+    """Return a length beyond the trained one, in tokens and times, and what is kept there."""
+    length = usable.stated or 0
+    kept = stats.retention(label, length)
+    text = f"{usable}, {length / stats.trained_length:.3g} times the trained "
+    text += f"{stats.trained_length:,}"
+    if kept is None:
+        return text
+    whose = "its" if stats.is_served else f"the {stats.plain_name}'s"
+    return f"{text}, with {share_with_interval(kept)} of {whose} short-context accuracy there"
 
 
 def _best_names(stats: RunStatistics, ranking: Ranking, best: str) -> str:
@@ -263,14 +271,15 @@ def _accuracy_headline(stats: RunStatistics, best: str) -> str:
     first = stats.lengths_beyond_training[0]
     retention = stats.retention(best, first)
     if retention is None:
-        reason = stats.effective_length(best)[1]
+        reason = stats.nothing_to_keep
         answers = f"; with {who} {share} of the answers are right there" if share else ""
         return f"This run cannot decide what to use {beyond}: {reason}{answers}."
     kept = share_with_interval(retention)
     if retention.high >= THRESHOLD:
         return (
             f"This run cannot decide what to use {beyond}: with {who} the model keeps {kept} of "
-            f"its accuracy at {first:,}, which may be above or below {THRESHOLD:.0%}."
+            f"its accuracy at {first:,}, which may be above or below {THRESHOLD:.0%}"
+            f"{texts_needed_clause(stats, best, first)}."
         )
     if best == stats.plain:
         return (
@@ -280,6 +289,14 @@ def _accuracy_headline(stats: RunStatistics, best: str) -> str:
         f"Use none of these methods {beyond}: even with {who}, the best of them, the model keeps "
         f"{kept} of its accuracy at {first:,}."
     )
+
+
+def texts_needed_clause(stats: RunStatistics, label: str, length: int) -> str:
+    """Return how many texts would decide whether a length is usable; nothing where none would."""
+    usable = stats.usable_length(label)
+    if usable is None or usable.undecided != length or not usable.texts_needed:
+        return ""
+    return f"; about {usable.texts_needed:,} texts a task would tell"
 
 
 def _perplexity_headline(stats: RunStatistics, best: str) -> str:
@@ -442,8 +459,9 @@ class Ranking:
             retention = stats.retention(label, stats.lengths[-1])
             far = stats.accuracy(label, lengths=stats.lengths_beyond_training)
             kept = retention.estimate if retention else far.estimate if far else -1
-            usable = stats.effective_length(label)[0] or 0
-            return (-usable, -kept, _perplexity_beyond(stats, label), within)
+            usable = stats.usable_length(label)
+            shown = usable.low or 0 if usable else 0
+            return (-shown, -kept, _perplexity_beyond(stats, label), within)
         return (_perplexity_beyond(stats, label), within)
 
     def _equals(self, length: int) -> set[str]:

@@ -33,8 +33,11 @@ _CHOICE_NOTE = (
     "is asked: chance is one in as many."
 )
 _RETENTION = (
-    f"{report_tables.PASSED}: the interval's lower end is at least {THRESHOLD:.0%}. A length is "
-    "called usable if that holds for it and for every shorter one."
+    f"{report_tables.PASSED}: the interval's lower end is at least {THRESHOLD:.0%}; 100% is as "
+    "good as the reference or better. The usable length is the longest up to which the isotonic "
+    f"fit (a curve that never rises) is at least {THRESHOLD:.0%}. Its interval reaches from the "
+    f"longest length that is {report_tables.PASSED} with every shorter one to the shortest that "
+    f"is shown to be below {THRESHOLD:.0%}."
 )
 _HEAT = (
     "Depth is where the answer stands, in percent of the text. Cells show right answers of all "
@@ -167,7 +170,7 @@ def sections(
         pictures: From `figures.draw_figures`.
         prefix: Begins the file names of heat maps.
     """
-    retention = _if_any(report_tables.retention_table(stats))
+    retention = _if_any(report_tables.retention_table(stats), report_tables.family_table(stats))
     prices = _if_any(report_tables.short_table(stats))
     harness = _if_any(report_tables.harness_table(stats))
     answers = _if_any(report_tables.answer_table(stats))

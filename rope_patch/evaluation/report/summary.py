@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from rope_patch.evaluation.report.conclusions import Ranking, likelihood_sentences, method_row
+from rope_patch.evaluation.report.conclusions import (
+    Ranking,
+    likelihood_sentences,
+    method_row,
+    texts_needed_clause,
+)
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import (
@@ -44,6 +49,7 @@ from rope_patch.evaluation.report.tables import (
     short_p_text,
     size_text,
     time_ratio_cell,
+    usable_length_cell,
 )
 from rope_patch.evaluation.request import SERVED
 from rope_patch.statistics import Interval
@@ -113,10 +119,7 @@ def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
                 "called usable."
             )
     else:
-        yield _best_method_sentence(stats, ranking, chosen)
-        usable, reason = stats.effective_length(chosen)
-        if usable is not None and usable < stats.lengths[-1]:
-            yield f"Why not farther: {reason}."
+        yield from _best_method_sentences(stats, ranking, chosen)
     others = [labels[0] for labels in ranking.groups if labels[0] != chosen]
     shares = {
         label: share
@@ -134,46 +137,51 @@ def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
 
 
 def _is_usable_beyond(stats: RunStatistics, label: str) -> bool:
-    usable = stats.effective_length(label)[0] if stats.lengths else None
-    return usable is not None and usable > stats.trained_length
+    usable = stats.usable_length(label)
+    return usable is not None and usable.is_beyond(stats.trained_length)
 
 
-def _best_method_sentence(stats: RunStatistics, ranking: Ranking, chosen: str) -> str:
-    """Return up to which length the best method is usable."""
+def _best_method_sentences(stats: RunStatistics, ranking: Ranking, chosen: str) -> Iterator[str]:
+    """Yield up to which length the best method is usable, and why not farther."""
     is_best = chosen in ranking.shown_best
     among = f", the best of {len(stats.patched)} methods," if is_best else ""
     who = f"With {stats.names[chosen]}{among} the model"
     if chosen == stats.plain:
         who = "As it is served, the model" if stats.is_served else "Without a method, the model"
-    usable, reason = stats.effective_length(chosen)
-    if usable is not None and usable > stats.trained_length:
-        retention = stats.retention(chosen, usable)
-        times = f"{usable / stats.trained_length:.3g}"
-        text = f"{who} is usable up to {usable:,} tokens, {times} times its trained "
-        text += f"{stats.trained_length:,}"
-        if retention is not None:
-            text += f": it keeps {_share_with_95_interval(retention)} of the "
-            text += f"{stats.plain_name}'s accuracy"
-        return f"{text}."
-    first = next(
-        (n for n in stats.lengths_beyond_training if stats.retention(chosen, n) is not None), None
-    )
-    retention = None if first is None else stats.retention(chosen, first)
-    if retention is None:
-        return f"No length is shown to be usable: {reason}."
-    text = f"{who} is not shown to be usable beyond its trained {stats.trained_length:,} tokens: "
-    if not can_tell(retention):
+    usable, trained = stats.usable_length(chosen), f"{stats.trained_length:,}"
+    if usable is None:
+        yield f"No length is shown to be usable: {stats.nothing_to_keep}."
+        return
+    if usable.is_beyond(stats.trained_length):
+        times = f"{(usable.stated or 0) / stats.trained_length:.3g}"
+        text = f"{who} is usable up to {usable}, {times} times its trained {trained}"
+        lengths = [usable.stated, usable.undecided or usable.high]
+    else:
+        text = f"{who} is not shown to be usable beyond its trained {trained} tokens; "
+        text += f"usable length: {usable}"
+        lengths = [usable.undecided or usable.high, *stats.lengths_beyond_training[:1]]
+    # Where an end is open, the length says by itself how many texts it takes.
+    needs = usable.low is not None and usable.high is not None
+    clauses = [_kept_clause(stats, chosen, n, needs) for n in dict.fromkeys(lengths) if n]
+    yield "; ".join([text, *filter(None, clauses)]) + "."
+
+
+def _kept_clause(stats: RunStatistics, label: str, length: int, needs: bool) -> str:
+    """Return how much accuracy is kept at a length, and whether that is shown to be enough."""
+    kept = stats.retention(label, length)
+    if kept is None:
+        return ""
+    needed = texts_needed_clause(stats, label, length) if needs else ""
+    if not can_tell(kept):
         return (
-            f"{text}n at {first:,} ({n_text(retention)}) is too small to tell how much of the "
-            f"{stats.plain_name}'s accuracy it keeps."
+            f"n at {length:,} ({n_text(kept)}) is too small to tell how much of the "
+            f"{stats.plain_name}'s accuracy it keeps{needed}"
         )
-    text += (
-        f"at {first:,} it keeps {_share_with_95_interval(retention)} of the {stats.plain_name}'s "
-        "accuracy"
-    )
-    if retention.high >= THRESHOLD:
-        text += f"; n is too small to tell whether that is above {THRESHOLD:.0%}"
-    return f"{text}."
+    text = f"at {length:,} it keeps {_share_with_95_interval(kept)} of the {stats.plain_name}'s "
+    text += f"accuracy at {stats.reference_length:,}"
+    if kept.low < THRESHOLD <= kept.high:
+        text += f", which may be above or below {THRESHOLD:.0%}{needed}"
+    return text
 
 
 def _long_perplexity_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:
@@ -342,13 +350,15 @@ def _columns(
 
     nats = Cell(text=f"loss of right answers {where}", note="nats a token")
     yield nats, each(_decisive_loss_cell)
-    if any(stats.lengths and stats.effective_length(label)[0] for stats, label in entries):
-        tip = f"retention surely above {THRESHOLD:.0%} up to this length"
-        yield Cell(text="usable up to", note="tokens", tip=tip), each(_usable_length_cell)
+    tip = f"{THRESHOLD:.0%} of the short-context accuracy is kept up to this length"
+    usable = each(lambda stats, label: usable_length_cell(stats, stats.usable_length(label)))
+    yield Cell(text="usable up to", note="tokens", tip=tip), usable
     if any(stats.has_ruler for stats in runs):
         yield Cell(text="RULER's 85.6% up to", note="tokens"), each(_ruler_cell)
     if any(can_tell(_retention_at_longest(stats, label)) for stats, label in entries):
-        retention = Cell(text=f"accuracy kept {at}", note=f"% of the {plain}'s up to {of}")
+        reference = {stats.reference_length for stats in runs if stats.reference_length}
+        shortest = f"{reference.pop():,}" if len(reference) == 1 else "the shortest length"
+        retention = Cell(text=f"accuracy kept {at}", note=f"% of the {plain}'s at {shortest}")
         yield retention, each(lambda stats, label: _share_cell(_retention_at_longest(stats, label)))
     shares = [_accuracy_beyond(stats, label) for stats, label in entries]
     if not decisive or any(is_informative(share) for share in shares):
@@ -397,19 +407,9 @@ def _decisive_loss_cell(stats: RunStatistics, label: str) -> Cell:
     return replace(cell, note=cell.note or "no interval")
 
 
-def _usable_length_cell(stats: RunStatistics, label: str) -> Cell:
-    if not stats.lengths:
-        return Cell(text=NOTHING)
-    length, reason = stats.effective_length(label)
-    text = "none shown" if length is None else f"{length:,}"
-    return Cell(text=text, tip=reason, beyond=bool(length and length > stats.trained_length))
-
-
 def _ruler_cell(stats: RunStatistics, label: str) -> Cell:
-    if not stats.has_ruler:
-        return Cell(text=NOTHING)
-    length, reason = stats.ruler_effective_length(label)
-    return Cell(text="none shown" if length is None else f"{length:,}", tip=reason)
+    usable = stats.ruler_usable_length(label) if stats.has_ruler else None
+    return Cell(text=NOTHING) if usable is None else usable_length_cell(stats, usable)
 
 
 def _share_cell(interval: Interval | None) -> Cell:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rope_patch.statistics import ClusteredMean, Interval
@@ -108,7 +108,10 @@ def nats_cell(loss: ClusteredMean | None, more: str = "", *, beyond: bool = Fals
     """
     if loss is None:
         return Cell(text=NOTHING, tip="not measured", beyond=beyond)
-    text, span = nats_text(loss.mean.estimate), nats_range(loss.mean)
+    # Student's interval of few losses may reach below 0, where no loss is.
+    mean = replace(loss.mean, low=max(loss.mean.low, min(0.0, loss.mean.estimate)))
+    bounded = mean if math.isfinite(loss.mean.half_width) else loss.mean
+    text, span = nats_text(loss.mean.estimate), nats_range(bounded)
     tip = f"{text} nats a token{more}, 95% interval {span or 'unknown'}"
     tip += f", n = {loss.mean.n:,.0f}, {loss.mean.effective_n:,.0f} texts"
     return Cell(text=text, note=span, tip=tip, beyond=beyond)
@@ -210,16 +213,19 @@ def filter_mark(text: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as a percentage: 92%; never 100% or 0% where a little is missing."""
-    whole = 100 * share
+    """Return a share as a percentage: 92%; never 100% or 0% where a little is missing.
+
+    What is kept of a score may be more than all of it, or worse than a guess: 100% or 0%.
+    """
+    whole = 100 * min(max(share, 0.0), 1.0)
     digits = 0 if round(whole) not in (0, 100) or math.isclose(whole, round(whole)) else 1
     return f"{whole:.{digits}f}%"
 
 
 def percent_range(interval: Interval) -> str:
     """Return an interval of shares: 84–96%."""
-    high = f"{100 * interval.high:.0f}%" if math.isfinite(interval.high) else "∞"
-    return f"{100 * interval.low:.0f}–{high}"
+    low, high = (100 * min(max(bound, 0.0), 1.0) for bound in (interval.low, interval.high))
+    return f"{low:.0f}–{high:.0f}%"
 
 
 def share_with_interval(interval: Interval) -> str:

@@ -34,7 +34,13 @@ from rope_patch.evaluation.report.table import (
     ratio_column,
 )
 from rope_patch.evaluation.results_schema import HarnessRecord, ShortRecord
-from rope_patch.statistics import SIGNIFICANCE_LEVEL, ClusteredMean, Interval, PairedTest
+from rope_patch.statistics import (
+    SIGNIFICANCE_LEVEL,
+    ClusteredMean,
+    Interval,
+    PairedTest,
+    UsableLength,
+)
 from rope_patch.tasks import CHOICE, LIKELIHOOD
 
 BETTER, WORSE, BEST, PASSED = "▲", "▼", "◆", "✓"
@@ -82,14 +88,19 @@ def is_informative(share: Interval | None) -> bool:
 
 
 def retention_table(stats: RunStatistics) -> Table | None:
-    """Return accuracy at each length over the plain model's within its trained length.
+    """Return accuracy at each length over the plain model's at the shortest length.
 
     A method of whose accuracy too little is known to say anything has no row.
     """
     rows = []
     for label in stats.labels:
         retentions = [stats.retention(label, length) for length in stats.lengths]
-        if any(map(can_tell, retentions)):
+        told = [
+            kept
+            for length, kept in zip(stats.lengths, retentions, strict=True)
+            if kept is not None and kept.low < kept.high  # else it is the reference itself
+        ]
+        if any(map(can_tell, told)):
             cells = [
                 _retention_cell(interval, length > stats.trained_length)
                 for interval, length in zip(retentions, stats.lengths, strict=True)
@@ -99,13 +110,40 @@ def retention_table(stats: RunStatistics) -> Table | None:
         return None
     columns = length_heads(stats.lengths, stats.trained_length)
     return Table(
-        name=f"Retention by length: accuracy over the {stats.plain_name}'s up to "
-        f"{stats.trained_length:,} tokens",
+        name=f"Retention by length: accuracy over the {stats.plain_name}'s at "
+        f"{stats.reference_length:,} tokens",
         corner="method",
         columns=columns,
         rows=rows,
         groups=length_groups(columns, stats.trained_length),
     )
+
+
+def family_table(stats: RunStatistics) -> Table | None:
+    """Return the usable length of each group of tasks; None where there is only one."""
+    families = list(stats.families)
+    rows = [
+        method_row(
+            stats,
+            label,
+            [usable_length_cell(stats, stats.usable_length(label, each)) for each in families],
+        )
+        for label in stats.labels
+        if stats.usable_length(label) is not None
+    ]
+    if len(families) < 2 or not rows:
+        return None
+    name = "Usable length by group of tasks, in tokens"
+    heads = [Cell(text=task_name(family)) for family in families]
+    return Table(name=name, corner="method", columns=heads, rows=rows, groups=[])
+
+
+def usable_length_cell(stats: RunStatistics, usable: UsableLength | None) -> Cell:
+    """Return a usable length with its interval."""
+    if usable is None:
+        return Cell(text=NOTHING, tip=stats.nothing_to_keep if stats.lengths else "")
+    beyond = usable.is_beyond(stats.trained_length)
+    return Cell(text=usable.text, note=usable.interval_text, tip=str(usable), beyond=beyond)
 
 
 def heat_maps(stats: RunStatistics, task: str) -> list[Table]:
@@ -266,6 +304,8 @@ def _retention_cell(retention: Interval | None, beyond: bool) -> Cell:
     if retention is None:
         return Cell(text=NOTHING, tip="not measured", beyond=beyond)
     text, span = percent(retention.estimate), percent_range(retention)
+    if retention.low == retention.high:
+        return Cell(text=text, note="the reference", beyond=beyond)
     sure = retention.low >= THRESHOLD
     verdict = (
         "surely above" if sure else "surely below" if retention.high < THRESHOLD else "unsure if"

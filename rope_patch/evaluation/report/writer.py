@@ -47,8 +47,8 @@ _LIMITS = (
     "A flat curve does not prove that far context is used; only retrieval does.",
     "Intervals hold for texts and questions drawn like these, with this seed; other tasks may "
     "fare differently.",
-    "Retention compares with the same model within its trained length: a weak model can retain "
-    "everything and still be weak.",
+    "Retention and usable length compare with the plain model at the shortest length, on the same "
+    "tasks: a weak model can retain everything and still be weak.",
 )
 
 
@@ -82,6 +82,7 @@ def write_report(
     atomic_files.require_writable_folder(folder, "the report")
     page, pictures = _page_and_pictures(merge_runs(runs))
     files: dict[str, bytes] = {f"figures/{name}.png": png for name, png in pictures.items()}
+    runs = [{**run, "usable": RunStatistics(run).usable_records()} for run in runs]
     signed = add_checksum(runs[0] if len(runs) == 1 else {"runs": runs})
     files["report.json"] = to_json(signed, indent=1).encode()
     files["report.md"] = render(TEMPLATES / "report.md.jinja", page).encode()

@@ -161,7 +161,9 @@ def with_long_names(measured):
 def test_a_report_renders_with_any_part_missing(small, tmp_path, change):
     change(small)
     check_same_content(Page(write_report(small, tmp_path)), tmp_path)
-    assert results_of(tmp_path) == json.loads(json.dumps(small))
+    written = results_of(tmp_path)
+    assert written.pop("usable").keys() == {method["label"] for method in small["methods"]}
+    assert written == json.loads(json.dumps(small))
 
 
 def test_html_needs_no_other_file(drawn):
@@ -252,6 +254,33 @@ def test_a_failure_leaves_an_earlier_report_untouched(small, tmp_path):
     with pytest.raises(KeyError):  # while drawing
         write_report(small, tmp_path)
     assert contents() == before
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_usable_length_is_the_same_in_all_forms(tmp_path):
+    """The plain model is usable up to 4,096 tokens by construction; yarn has too few texts."""
+    shown = []
+    page = Page(write_report(results(), tmp_path, shown.append))
+    usable = {label: RunStatistics(results()).usable_length(label) for label in ("none", "yarn ×2")}
+    assert str(usable["none"]) == "4,096 tokens (2,048 to 6,144)"
+    assert usable["yarn ×2"].text == "not shown"
+    for each in usable.values():
+        assert f"{each.text} ({each.interval_text})" in markdown_of(tmp_path)
+        assert f"{each.text} ({each.interval_text})" in shown[0]
+        assert f"{each.text}{each.interval_text}" in {re.sub(r"\s+", " ", c) for c in page.cells}
+    stored = results_of(tmp_path)
+    assert stored["usable"]["none"]["all"] == {
+        **{
+            "estimate": 4096,
+            "low": 2048,
+            "high": 6144,
+            "texts_needed": stored["usable"]["none"]["all"]["texts_needed"],
+        },
+        "lengths": [2048, 4096, 6144, 8192],
+    }
+    stored["usable"]["none"]["all"]["low"] = 8192  # what is stored is computed anew
+    write_report(stored, tmp_path)
+    assert results_of(tmp_path)["usable"]["none"]["all"]["low"] == 2048
 
 
 def test_infinite_losses_and_zero_frequencies_render(small, tmp_path, request):
@@ -357,7 +386,12 @@ def test_runs_on_the_same_samples_are_merged(small, tmp_path):
     expected = Page(write_report(small, tmp_path)).cells
     first, second = only("none", "yarn ×2"), only("none", "linear ×2")
     assert Page(write_report([first, second], tmp_path)).cells == expected
-    assert results_of(tmp_path) == json.loads(json.dumps({"runs": [first, second]}))
+    runs = results_of(tmp_path)["runs"]
+    assert [set(run.pop("usable")) for run in runs] == [
+        {"none", "yarn ×2"},
+        {"none", "linear ×2"},
+    ]
+    assert runs == json.loads(json.dumps([first, second]))
     second["retrieval"][0]["samples"]["linear ×2"][0]["id"] = "of another sample"
     assert "2 evaluations" in Page(write_report([first, second], tmp_path)).text
 

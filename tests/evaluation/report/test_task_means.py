@@ -58,9 +58,7 @@ def test_each_task_counts_the_same_whatever_its_number_of_samples(unequal):
     kept = unequal.retention("yarn", BEYOND)
     assert kept.estimate == pytest.approx(7 / 10)
     assert kept.high < 0.85
-    length, reason = unequal.effective_length("yarn")
-    assert length is None
-    assert "70.0%" in reason
+    assert str(unequal.usable_length("yarn")) == f"below {BEYOND:,} tokens (the shortest measured)"
 
 
 def test_rulers_average_is_the_mean_of_its_thirteen_tasks(unequal):
@@ -120,9 +118,56 @@ def test_a_plain_model_that_guesses_has_nothing_to_keep():
     of = {"none": samples(110, 500, WITHIN, 0.2), "yarn": samples(100, 500, BEYOND, 0.2)}
     stats = run({"rp_recall_mc": of})
     assert stats.retention("yarn", BEYOND) is None
-    length, reason = stats.effective_length("yarn")
-    assert length is None
-    assert "guessing" in reason
+    assert stats.usable_length("yarn") is None
+    assert "guessing" in stats.nothing_to_keep
+
+
+@pytest.mark.parametrize("count", [8, 22, 23])
+def test_so_many_texts_as_a_usable_length_needs_do(count):
+    """Of 23 answers that are all right, 85% or less is true in at most 2.5% of runs: .85^23."""
+    of = {"none": samples(count, count, WITHIN), "yarn": samples(count, count, BEYOND)}
+    usable = run({"rp_vt": of}).usable_length("yarn")
+    assert (usable.low, usable.texts_needed) == ((None, 23) if count < 23 else (BEYOND, None))
+
+
+def test_a_usable_length_compares_with_the_shortest_length():
+    """The plain model has 60% at the trained length; what is kept is of its 100% before."""
+    rows = [
+        row for length, hits in ((WITHIN, 100), (TRAINED, 60)) for row in samples(hits, 100, length)
+    ]
+    stats = run({"rp_vt": {"none": rows, "yarn": samples(60, 100, BEYOND)}})
+    assert stats.retention("yarn", BEYOND).estimate == pytest.approx(0.6)
+    assert str(stats.usable_length("none")) == f"{WITHIN} tokens ({WITHIN} to {TRAINED:,})"
+    assert str(stats.usable_length("yarn")) == f"below {BEYOND:,} tokens (the shortest measured)"
+
+
+def test_a_method_that_leaves_short_texts_as_they_are_keeps_all_there():
+    """Eight texts show nothing of a method that answers alike but with other likelihoods."""
+
+    def rows(nats):
+        short = [row | {"log_likelihood": -nats - i} for i, row in enumerate(samples(6, 8, WITHIN))]
+        return [*short, *samples(6, 8, BEYOND)]
+
+    stats = run({"rp_vt": {"none": rows(1.0), "yarn": rows(1.0), "linear": rows(1.5)}})
+    assert stats.usable_length("yarn").low == stats.usable_length("none").low == WITHIN
+    assert stats.usable_length("linear").low is None
+    without = run({"rp_vt": dict.fromkeys(("none", "yarn"), samples(6, 8, WITHIN))})
+    assert without.usable_length("yarn").low is None
+
+
+def test_each_group_of_tasks_has_a_usable_length():
+    whole = {
+        label: [*samples(60, 60, WITHIN), *samples(60, 60, BEYOND)] for label in ("none", "yarn")
+    }
+    lost = whole | {"yarn": [*samples(60, 60, WITHIN), *samples(0, 60, BEYOND)]}
+    stats = run({"rp_vt": whole, "rp_niah_single_1": whole, "rp_copy": lost})
+    assert stats.families == {"rp_hard": ["rp_copy"], "rp_ruler": ["rp_vt", "rp_niah_single_1"]}
+    by_family = {name: str(stats.usable_length("yarn", name)) for name in stats.families}
+    assert by_family == {
+        "rp_hard": f"{WITHIN} tokens ({WITHIN} to {BEYOND:,})",
+        "rp_ruler": f"at least {BEYOND:,} tokens (the longest measured)",
+    }
+    assert run({"rp_vt_ll": whole}).families == {"rp_ruler": ["rp_vt_ll"]}
 
 
 def test_a_question_and_its_twins_count_once():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -16,13 +16,15 @@ from rope_patch.evaluation.results_schema import (
     SampleRecord,
     ServerRecord,
     UnscoredSample,
+    UsableRecord,
 )
-from rope_patch.statistics import Interval, PairedTest
-from rope_patch.tasks import CHOICE, LIKELIHOOD, question_of
+from rope_patch.statistics import Interval, PairedTest, UsableLength
+from rope_patch.tasks import CHOICE, LIKELIHOOD, groups, question_of
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 _Method = Callable[Concatenate[Any, _P], _Result]
+Bounds = Callable[[float, float, float], Interval]  # of a share: hits, samples, confidence
 
 
 def cached_method(method: _Method[_P, _Result]) -> _Method[_P, _Result]:
@@ -93,7 +95,7 @@ class RunResults:
         return {label: colours.get(label, PLAIN) for label in self.labels}
 
 
-THRESHOLD = 0.85  # share of the plain model's accuracy at a usable length; NoLiMa's
+THRESHOLD = statistics.USABLE_SHARE
 RULER_THRESHOLD = 0.856  # RULER's: what Llama-2-7B reaches at 4,096 tokens
 _RULER = {
     f"rp_{name}"
@@ -128,12 +130,21 @@ class TaskAccuracy:
         length: Tokens.
         accuracy: The mean score.
         chance: What a guess gets; 0 where answers cannot be guessed.
+        texts: The texts that the samples share.
     """
 
     task: str
     length: int
     accuracy: Interval
     chance: float
+    texts: int
+
+    def as_if(self, texts: int) -> TaskAccuracy:
+        """Return the same accuracy on so many texts at least, with exact bounds."""
+        if texts <= self.texts:
+            return self
+        accuracy = statistics.grown(self.accuracy, texts / self.texts)
+        return replace(self, accuracy=accuracy, texts=texts)
 
     @property
     def above_chance(self) -> Interval:
@@ -224,6 +235,7 @@ class RetrievalStatistics(RunResults):
         task: str | None = None,
         lengths: tuple[int, ...] | None = None,
         depth: int | None = None,
+        bounds: Bounds = statistics.wilson,
     ) -> list[TaskAccuracy]:
         """Return the measured tasks at their lengths, each with its accuracy."""
         cells = []
@@ -232,8 +244,15 @@ class RetrievalStatistics(RunResults):
             for length in sorted({s["length"] for s in samples}):
                 here = [s for s in samples if s["length"] == length]
                 chance = sum(s.get("chance") or 0.0 for s in here) / len(here)
-                cells.append(TaskAccuracy(name, length, _accuracy(here), chance))
+                clusters = _clusters(here)
+                accuracy = statistics.accuracy([s["score"] for s in here], clusters, bounds=bounds)
+                cells.append(TaskAccuracy(name, length, accuracy, chance, len(set(clusters))))
         return cells
+
+    @cached_method
+    def _exact_cells(self, label: str, length: int) -> list[TaskAccuracy]:
+        """Return the averaged tasks at one length, with exact bounds of accuracy."""
+        return self._cells(label, lengths=(length,), bounds=statistics.clopper_pearson)
 
     @cached_property
     def lengths_within_training(self) -> tuple[int, ...]:
@@ -245,74 +264,151 @@ class RetrievalStatistics(RunResults):
         """Return the lengths beyond the trained one."""
         return tuple(length for length in self.lengths if length > self.trained_length)
 
+    @cached_property
+    def families(self) -> dict[str, list[str]]:
+        """Return the averaged tasks of each group of tasks that has some, by the group's name."""
+        families = {}
+        for group, members in groups().items():
+            questions = {question_of(task) for task in members}
+            of = [task for task in self.averaged_tasks if question_of(task) in questions]
+            # Groups of twins ask what other groups ask.
+            if of and not all(task.endswith((LIKELIHOOD, CHOICE)) for task in members):
+                families[group] = of
+        return families
+
+    @cached_property
+    def reference_length(self) -> int | None:
+        """Return the shortest length, where the plain model's score is what is to be kept.
+
+        None if the plain model was not measured within its trained length.
+        """
+        within = self.lengths_within_training if self.plain is not None else ()
+        return next((n for n in within if self._cells(self.plain or "", lengths=(n,))), None)
+
     @cached_method
-    def retention(self, label: str, length: int) -> Interval | None:
-        """Return accuracy at a length over the plain model's within its trained length.
+    def retention(
+        self, label: str, length: int, family: str | None = None, texts: int = 0
+    ) -> Interval | None:
+        """Return accuracy at a length over the plain model's at the shortest one.
 
         Of both, what a guess gets is taken off, task by task; the tasks are those that both were
-        measured on. None where one of them was not measured, or the plain model is not surely
-        better than guessing.
+        measured on. The bounds are exact, where Wilson's would call a length usable or lost too
+        often; all is kept where the plain model is compared with itself. None where one of them
+        was not measured, or the plain model is not surely better than guessing.
+
+        Args:
+            label: The method.
+            length: Tokens.
+            family: One of `families`; all averaged tasks if None.
+            texts: As if each task had so many texts at least, with the same scores.
         """
-        if self.plain is None or not self.lengths_within_training:
+        if self.reference_length is None or self.plain is None:
             return None
-        patched = self._cells(label, lengths=(length,))
-        base = self._cells(self.plain, lengths=self.lengths_within_training)
-        tasks = {cell.task for cell in patched} & {cell.task for cell in base}
-        if not tasks:
+        at: list[dict[str, TaskAccuracy]] = []
+        for method, tokens in ((label, length), (self.plain, self.reference_length)):
+            of = self.averaged_tasks if family is None else self.families[family]
+            cells = self._exact_cells(method, tokens)
+            at.append({cell.task: cell.as_if(texts) for cell in cells if cell.task in of})
+        shared = at[0].keys() & at[1].keys()
+        if not shared:
             return None
         above, base_above = (
-            statistics.stratified_mean([cell.above_chance for cell in cells if cell.task in tasks])
-            for cells in (patched, base)
+            statistics.stratified_mean([cells[task].above_chance for task in sorted(shared)])
+            for cells in at
         )
-        return statistics.retention(above, base_above) if base_above.low > 0 else None
+        if not base_above.low > 0:
+            return None
+        if length == self.reference_length and self._answers_as_plain(label, length):
+            return replace(base_above, estimate=1.0, low=1.0, high=1.0)
+        return statistics.retention(above, base_above)
 
-    def effective_length(self, label: str) -> tuple[int | None, str]:
-        """Return the longest length with retention surely above 85%, and why it is no longer.
+    def _answers_as_plain(self, label: str, length: int) -> bool:
+        """Return whether a method leaves texts of a length as they are, bit for bit."""
+        answers = [
+            {
+                (s["task"], s["id"]): (s["score"], s["log_likelihood"])
+                for s in self.samples(each, lengths=(length,))
+            }
+            for each in (label, str(self.plain))
+        ]
+        has_all = all(nats is not None for _, nats in answers[0].values())
+        return label == self.plain or (answers[0] == answers[1] and has_all)
 
-        "Sure" is the interval's lower bound, at this length and at every shorter one.
+    @cached_method
+    def usable_length(self, label: str, family: str | None = None) -> UsableLength | None:
+        """Return the longest length up to which a method keeps 85% of the short-context score.
+
+        Args:
+            label: The method.
+            family: One of `families`; all averaged tasks if None.
+
+        Returns:
+            The length with its interval; None where nothing can be kept, see `nothing_to_keep`.
         """
-        retentions = {length: self.retention(label, length) for length in self.lengths}
-        defined = {
-            length: interval for length, interval in retentions.items() if interval is not None
+        kept = {n: i for n in self.lengths if (i := self.retention(label, n, family)) is not None}
+        if not kept:
+            return None
+        return statistics.name_texts_needed(
+            statistics.usable_length(kept, THRESHOLD),
+            THRESHOLD,
+            lambda length, texts: self.retention(label, length, family, texts),
+        )
+
+    def usable_records(self) -> dict[str, dict[str, UsableRecord]]:
+        """Return the usable lengths that are known, by method and group of tasks, as plain data."""
+        families = {"all": None, **{name: name for name in self.families}}
+        return {
+            label: {
+                name: {
+                    "estimate": usable.estimate,
+                    "low": usable.low,
+                    "high": usable.high,
+                    "lengths": list(usable.lengths),
+                    "texts_needed": usable.texts_needed,
+                }
+                for name, family in families.items()
+                if (usable := self.usable_length(label, family)) is not None
+            }
+            for label in self.labels
         }
-        if not defined:
-            if self.plain is None or (not self.lengths_within_training and not self.is_served):
-                return None, "no plain model to compare to"
-            if not self.lengths_within_training:
-                return None, "no length within the trained one was measured, to compare to"
-            if not self._cells(self.plain, lengths=self.lengths_within_training):
-                return None, "not measured"
-            return None, (
-                f"up to its trained {self.trained_length:,} tokens the {self.plain_name} is not "
-                "surely better than guessing, so there is nothing to keep"
-            )
-        return statistics.effective_length(defined, THRESHOLD)
+
+    @property
+    def nothing_to_keep(self) -> str:
+        """Return why no method has a usable length."""
+        if self.plain is None:
+            return "no plain model to compare to"
+        if not self.lengths_within_training:
+            return "no length within the trained one was measured, to compare to"
+        if self.reference_length is None:
+            return "not measured"
+        return (
+            f"at {self.reference_length:,} tokens, the shortest measured, the {self.plain_name} is "
+            "not surely better than guessing, so there is nothing to keep"
+        )
 
     @cached_property
     def has_ruler(self) -> bool:
         """Return whether all of RULER's 13 tasks ran, with written answers as RULER scores them."""
         return set(self.tasks) >= _RULER
 
-    def ruler_average(self, label: str, length: int) -> Interval | None:
+    def ruler_average(
+        self, label: str, length: int, bounds: Bounds = statistics.wilson
+    ) -> Interval | None:
         """Return the RULER-like mean of 13 tasks, which count the same; None if any is missing."""
-        cells = [c for name in sorted(_RULER) for c in self._ruler_cells(label, name, length)]
+        measured = sorted(_RULER & set(self.tasks))
+        cells = [c for name in measured for c in self._cells(label, name, (length,), bounds=bounds)]
         if len(cells) < len(_RULER):
             return None
         return statistics.stratified_mean([c.accuracy for c in cells])
 
-    def _ruler_cells(self, label: str, task: str, length: int) -> list[TaskAccuracy]:
-        return self._cells(label, task, (length,)) if task in self.tasks else []
-
-    def ruler_effective_length(self, label: str) -> tuple[int | None, str]:
-        """Return the effective length by RULER's threshold: a RULER-like mean of 85.6% at least."""
+    def ruler_usable_length(self, label: str) -> UsableLength | None:
+        """Return the usable length by RULER's threshold: a RULER-like mean of 85.6% at least."""
         averages = {
             length: average
             for length in self.lengths
-            if (average := self.ruler_average(label, length)) is not None
+            if (average := self.ruler_average(label, length, statistics.clopper_pearson))
         }
-        if not averages:
-            return None, "not measured on all of RULER's 13 tasks"
-        return statistics.effective_length(averages, RULER_THRESHOLD)
+        return statistics.usable_length(averages, RULER_THRESHOLD) if averages else None
 
     def ruler_weighted_average(self, label: str, *, increasing: bool) -> float | None:
         """Return a mean weighted as in RULER: lengths weigh 1, 2, 3, ... or the reverse."""
