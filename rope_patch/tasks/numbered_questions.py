@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from rope_patch.tasks import needles, question_bank, samples, scoring
 from rope_patch.tasks.question_bank import LETTERS, ChoiceQuestion
-from rope_patch.tasks.samples import SampleDraft, TextContext
+from rope_patch.tasks.samples import LadderStep, SampleDraft, TextContext
 
 # Their wording.
 _SOME = "Below are some questions. I will ask you to "
@@ -42,24 +42,14 @@ _GUESSES = 32  # questions that chance is measured with
 _ORDINALS = ("1st", "2nd", "3rd", "4th")
 
 
-class _Step(NamedTuple):
-    """A task of a ladder."""
-
-    name: str
-    room: int
-    rule: str
-    ask: str
-    prefix: str
-
-
-_COPY_ONE = _Step(
+_COPY_ONE = LadderStep(
     "rp_v2_mk_niah_easy",
     _ROOM,
     _COPY,
     "Please copy the Question {number} from the context.",
     "Question {number}:",
 )
-_COPY_AND_SOLVE = _Step(
+_COPY_AND_SOLVE = LadderStep(
     "rp_v2_mk_niah_medium",
     _ROOM + 32,
     _SOLVE,
@@ -67,21 +57,21 @@ _COPY_AND_SOLVE = _Step(
     "B, C, D.",
     "Question {number}:",
 )
-_SOLVE_ONE = _Step(
+_SOLVE_ONE = LadderStep(
     "rp_v2_mk_niah_hard",
     32,
     _SOLVE,
     "Please solve the Question {number} from the context with an answer from A, B, C, D.",
     "Solution:",
 )
-_COPY_ALL = _Step(
+_COPY_ALL = LadderStep(
     "rp_v2_mv_niah_easy",
     COPIES * _ROOM,
     _COPY_SOME,
     "Please find and copy all the Question {number} from the context.",
     "Question {number}:",
 )
-_COPY_ALL_THEN_ONE = _Step(
+_COPY_ALL_THEN_ONE = LadderStep(
     "rp_v2_mv_niah_medium",
     (COPIES + 1) * _ROOM,
     _COPY,
@@ -89,7 +79,7 @@ _COPY_ALL_THEN_ONE = _Step(
     "indexed) Question {number} at the end.",
     "Question {number}:",
 )
-_COPY_ONE_OF_ALL = _Step(
+_COPY_ONE_OF_ALL = LadderStep(
     "rp_v2_mv_niah_hard",
     _ROOM,
     _COPY,
@@ -138,7 +128,7 @@ def copy_one_of_all(questions: str | None = None, **metadata: Any) -> dict[str, 
 
 def _build(
     draw: Callable[..., list[SampleDraft]],
-    step: _Step,
+    step: LadderStep,
     questions: str | None,
     metadata: dict[str, Any],
 ) -> dict[str, Any]:
@@ -149,7 +139,7 @@ def _build(
 
 
 def _draw_single(
-    text: TextContext, step: _Step, bank: list[ChoiceQuestion] | None
+    text: TextContext, step: LadderStep, bank: list[ChoiceQuestion] | None
 ) -> list[SampleDraft]:
     """Return samples of one text whose questions have a number each."""
     rng, numbers = text.rng, needles.numbers(text.rng)
@@ -185,7 +175,7 @@ def _draw_single(
 
 
 def _draw_groups(
-    text: TextContext, step: _Step, bank: list[ChoiceQuestion] | None
+    text: TextContext, step: LadderStep, bank: list[ChoiceQuestion] | None
 ) -> list[SampleDraft]:
     """Return samples of one text in which each number has four questions."""
     rng, numbers = text.rng, needles.numbers(text.rng)
@@ -312,7 +302,7 @@ def _one_in_four(_: int) -> float:
     return 1 / len(LETTERS)
 
 
-def _solution(step: _Step, question: ChoiceQuestion) -> str:
+def _solution(step: LadderStep, question: ChoiceQuestion) -> str:
     """Return what follows the start of the answer."""
     if step is _COPY_ONE:
         return question.text

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rope_patch.tasks import needles, samples
 from rope_patch.tasks.synthetic_documents import DocumentQuestion, Encyclopaedia
@@ -39,22 +39,12 @@ _MOST_LEFT_OUT = 20_000  # documents in a row that a control may have to skip
 _FIELDS = '{"question": "...", "answers": ["..."], "context": "..."}'
 
 
-class _Step(NamedTuple):
-    """A task of RULERv2's ladder of questions over documents."""
-
-    name: str
-    room: int
-    rule: str
-    ask: str
-    prefix: str
-
-
 # RULERv2's wording (NVIDIA-NeMo/Skills, branch chsieh/ruler2, Apache-2.0). The starts of answers
 # are those for base models; that of `medium` is ours: behind theirs, "Answer:", nobody would copy.
 _SOME = "Below are some documents. I will "
 _NUMBER_ONLY = "Only give me the index without any document contents."
 _ANSWER = f"{_SOME}ask you to answer a question based on the documents. Please answer the question."
-_FIND_TEXT = _Step(
+_FIND_TEXT = samples.LadderStep(
     "rp_v2_qa_basic",
     ROOM,
     f"{_SOME}give you a text at the end. Please find the document index of the text. "
@@ -62,7 +52,7 @@ _FIND_TEXT = _Step(
     "Text: {document}",
     "Most relevant document index:",
 )
-_FIND_ANSWER = _Step(
+_FIND_ANSWER = samples.LadderStep(
     "rp_v2_qa_easy",
     ROOM,
     f"{_SOME}give you a question at the end. Please find the index of the most relevant document "
@@ -70,7 +60,7 @@ _FIND_ANSWER = _Step(
     "Question: {question}",
     "Index of the most relevant document that can help answer the question:",
 )
-_COPY_AND_ANSWER = _Step(
+_COPY_AND_ANSWER = samples.LadderStep(
     "rp_v2_qa_medium",
     512,
     _ANSWER,
@@ -78,7 +68,7 @@ _COPY_AND_ANSWER = _Step(
     "answer it based on the documents you find.\n\nQuestion: {question}",
     "Relevant documents:",
 )
-_ANSWER_ONLY = _Step(
+_ANSWER_ONLY = samples.LadderStep(
     "rp_v2_qa_hard",
     ROOM,
     _ANSWER,
@@ -150,7 +140,9 @@ def answer(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     return _build_step(_ANSWER_ONLY, questions, metadata)
 
 
-def _build_step(step: _Step, questions: str | None, metadata: dict[str, Any]) -> dict[str, Any]:
+def _build_step(
+    step: samples.LadderStep, questions: str | None, metadata: dict[str, Any]
+) -> dict[str, Any]:
     bank = read_questions(questions) if questions else None
     if bank is not None:
         bank = [each for each in bank if len(" ".join(each.documents).split()) <= _LONGEST]
@@ -273,7 +265,7 @@ def _generate(
 
 
 def _generate_step(
-    text: samples.TextContext, step: _Step, questions: list[DocumentQuestion] | None
+    text: samples.TextContext, step: samples.LadderStep, questions: list[DocumentQuestion] | None
 ) -> list[samples.SampleDraft]:
     chosen, take = _draw_documents(text, questions, "by_description")
     # Of its own: how many documents were read before does not change a number.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from rope_patch.tasks import chat_template, texts
 
@@ -64,6 +64,24 @@ class SampleDraft:
     chance: Callable[[int], float] | None = None
     target_chance: Callable[[int], float] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+
+
+class LadderStep(NamedTuple):
+    """A task of a ladder: the same text and question as in its other tasks, asked otherwise.
+
+    Attributes:
+        name: The task's name.
+        room: Tokens of the answer.
+        rule: What the prompt begins with.
+        ask: The question, with fields for `str.format`.
+        prefix: The start of the answer.
+    """
+
+    name: str
+    room: int
+    rule: str
+    ask: str
+    prefix: str
 
 
 @dataclass(frozen=True, kw_only=True)
