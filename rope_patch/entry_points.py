@@ -57,6 +57,7 @@ def patch(
     layer_types: list[str] | None = None,
     kernels: str = "auto",
     start: str = "auto",
+    anyway: bool = False,
     **options: Any,
 ) -> Patch | EncodingPatch:
     """Extend a live model's context, in place.
@@ -92,6 +93,7 @@ def patch(
             need "unscaled". A model that rope_patch trained starts from the trained rotation, and
             one that it only saved, from the checkpoint (docs/methods.md); "unscaled" goes back to
             the checkpoint in both cases.
+        anyway: Whether a length beyond 64 times the trained one is meant, which is refused else.
         **options: The method's options.
 
     Returns:
@@ -109,6 +111,7 @@ def patch(
         layer_types=layer_types,
         kernels=kernels,
         start=start,
+        anyway=anyway,
         **options,
     )
     if isinstance(model, nn.Module):
