@@ -17,9 +17,9 @@ PACKAGE = ROOT / "rope_patch"
 
 # Room: (most lines, most files)
 BUDGETS = {
-    "": (1_380, 8),
+    "": (1_445, 8),
     "benchmarks": (3_400, 14),
-    "cli": (2_870, 24),
+    "cli": (2_890, 24),
     "diagnosing": (3_095, 11),
     "encodings": (4_200, 19),
     "evaluation": (10_765, 34),
@@ -30,7 +30,7 @@ BUDGETS = {
     "lab": (2_350, 8),
     "methods": (3_050, 31),
     "ops": (4_950, 24),
-    "patching": (10_620, 41),
+    "patching": (10_850, 42),
     "pictures": (1_700, 8),
     "pretrained": (3_315, 13),
     "recommending": (2_550, 9),
