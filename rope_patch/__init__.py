@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rope_patch.encodings.active import current
     from rope_patch.encodings.replacement.entry_point import EncodedModel, encode, list_encodings
     from rope_patch.encodings.sites.handle import EncodingPatch
-    from rope_patch.entry_points import patch, unpatch
+    from rope_patch.entry_points import check_method, patch, unpatch
     from rope_patch.evaluation.entry_points import Evaluation, compare, evaluate
     from rope_patch.exporting import Export, export
     from rope_patch.extending import Extended, extend
@@ -52,6 +52,7 @@ __all__ = [
     "RopePatchCallback",
     "SearchResult",
     "Verification",
+    "check_method",
     "compare",
     "compare_servers",
     "current",
@@ -116,7 +117,7 @@ export_lazily(
         "encodings.active": "current",
         "encodings.replacement.entry_point": "encode EncodedModel list_encodings",
         "encodings.sites.handle": "EncodingPatch",
-        "entry_points": "patch unpatch",
+        "entry_points": "check_method patch unpatch",
         "evaluation.entry_points": "compare evaluate Evaluation",
         "exporting": "Export export",
         "extending": "extend Extended",

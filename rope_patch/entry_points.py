@@ -6,8 +6,10 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 from rope_patch.encodings import active
@@ -16,16 +18,30 @@ from rope_patch.encodings.sites.handle import EncodingPatch, patch_encoding
 from rope_patch.encodings.sites.plan import EncodingPlan, make_encoding_plan
 from rope_patch.encodings.sites.probe import UnknownEncoding
 from rope_patch.extension import Extension
+from rope_patch.methods.registry import get_method
 from rope_patch.patching.dynamic.generation import require_no_batching_manager
 from rope_patch.patching.handle import Patch, current
 from rope_patch.patching.plan import PatchPlan, make_plan
-from rope_patch.patching.proof.checks import KINDS
-from rope_patch.patching.proof.first_use import Proof, require_proof
+from rope_patch.patching.proof.checks import KINDS, OK
+from rope_patch.patching.proof.first_use import FAILED, KindProof, Proof, require_proof
 from rope_patch.patching.proof.first_use import prove as prove_kinds
+from rope_patch.patching.proof.tiny_model import VOCABULARY
 from rope_patch.patching.torch_state import torch_defaults
+from rope_patch.rope_config import read_geometries
 from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
+
+# The model of `check_method`: heads of 16, trained on 64 tokens.
+_TINY_LLAMA: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCABULARY,
+}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,6 +73,7 @@ def patch(
     layer_types: list[str] | None = None,
     kernels: str = "auto",
     start: str = "auto",
+    anyway: bool = False,
     **options: Any,
 ) -> Patch | EncodingPatch:
     """Extend a live model's context, in place.
@@ -92,6 +109,7 @@ def patch(
             need "unscaled". A model that rope_patch trained starts from the trained rotation, and
             one that it only saved, from the checkpoint (docs/methods.md); "unscaled" goes back to
             the checkpoint in both cases.
+        anyway: Whether a length beyond 64 times the trained one is meant, which is refused else.
         **options: The method's options.
 
     Returns:
@@ -109,6 +127,7 @@ def patch(
         layer_types=layer_types,
         kernels=kernels,
         start=start,
+        anyway=anyway,
         **options,
     )
     if isinstance(model, nn.Module):
@@ -196,6 +215,56 @@ def prove(model: nn.Module, kinds: Sequence[str] = KINDS) -> Proof:
     """
     plan = _plan(model, Extension("linear", factor=4))
     return prove_kinds(model, plan, kinds, _patch_unproven)
+
+
+def check_method(method: str | Extension, **arguments: Any) -> Proof:
+    """Check a method or position map from outside, on a tiny random Llama.
+
+    First the rules of its own: finite numbers, lengths that hold what `valid_until` promises, and
+    for a map positions within reach, none of a later key. Then what every patch must keep to:
+    later tokens change no earlier logits, cached steps, chunks and padded rows equal one pass,
+    short texts keep their bits, undoing restores the bits. Takes seconds and downloads nothing.
+
+    Args:
+        method: A registered name, or a whole request, an `Extension`.
+        **arguments: As for `patch`: `factor` (4 unless given, where one is needed), `length` and
+            the method's options. The tiny model was trained on 64 tokens.
+
+    Returns:
+        The proof: `.is_ok`, and `.as_text()`, which names what fails, with what was expected and
+        what came.
+
+    Raises:
+        ValueError: The request is none for this method; says why.
+    """
+    # Here, because `patch` needs none of them.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rope_patch.patching.proof.method_rules import FINITE, check_rules
+
+    extension = Extension.of(method, **arguments)
+    if not get_method(extension.method).is_dynamic and extension.factor is extension.length is None:
+        extension = replace(extension, factor=4)
+    config = LlamaConfig(**_TINY_LLAMA)
+    (geometry,) = read_geometries(config, None, extension.start).values()
+    resolved, _ = extension.resolve(geometry.trained_length)
+    rules = tuple(check_rules(resolved, geometry))
+    wrong = [rule.name for rule in rules if rule.verdict != OK]
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    problem = ""
+    if wrong and FINITE not in wrong:
+        try:
+            _plan(model, extension)
+        except Refused as refusal:
+            problem = f"cannot be applied: {refusal}"
+    if FINITE in wrong or problem:
+        kind = KindProof(str(resolved), FAILED, rules, problem)
+        return Proof(type(model).__name__, (kind,))
+    proof = prove_kinds(model, _plan(model, extension), [str(resolved)], _patch_unproven, extension)
+    (kind,) = proof.kinds
+    verdict = FAILED if wrong else kind.verdict
+    return replace(proof, kinds=(replace(kind, verdict=verdict, checks=rules + kind.checks),))
 
 
 def _patch_unproven(model: nn.Module, extension: Extension) -> Patch:

@@ -10,6 +10,11 @@ from rope_patch.methods.base import Method, require_number, require_tokens
 from rope_patch.methods.registry import build, get_method
 from rope_patch.utils.errors import Refused, did_you_mean
 
+# Published extensions go to 32 times the trained length (YaRN, Llama 3.2) or, after a search and
+# fine-tuning in steps, to 64 times (LongRoPE: 256k from 4k in one step). What is asked beyond is
+# nearly always a length that was given as a factor, or a trained length that is wrong.
+MOST_TIMES = 64
+
 
 @dataclass(frozen=True)
 class Extension:
@@ -28,6 +33,8 @@ class Extension:
         start: The frequencies to stretch, if the config scales its rotation: "auto", "unscaled" or
             "running"; see `rope_patch.patch`.
         kernels: Which code applies the rotation: "auto", "reference", "triton" or "hf".
+        anyway: Whether lengths beyond `MOST_TIMES` times the trained one are meant. A permission,
+            and no part of what is asked for: requests that differ in it alone are equal.
         options: The method's options.
 
     Raises:
@@ -42,6 +49,7 @@ class Extension:
     layer_types: Sequence[str] | None = None
     start: str = "auto"
     kernels: str = "auto"
+    anyway: bool = field(default=False, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -138,7 +146,9 @@ class Extension:
         method_class = get_method(self.method)
         factor, length, options = self.factor, self.length, dict(self.options)
         if not method_class.is_dynamic:
-            factor, length = resolve_factor_and_length(factor, length, trained_length)
+            factor, length = resolve_factor_and_length(
+                factor, length, trained_length, anyway=self.anyway
+            )
             return build(self.method, factor=factor, **options), length
         if method_class.factor_is_option and factor is not None:
             require_number("factor", factor)
@@ -146,7 +156,9 @@ class Extension:
             factor = None if length is not None or factor <= 1 else factor
         if factor is None and length is None:
             return build(self.method, **options), None
-        factor, length = resolve_factor_and_length(factor, length, trained_length)
+        factor, length = resolve_factor_and_length(
+            factor, length, trained_length, anyway=self.anyway
+        )
         if factor < 1:
             raise Refused(
                 f"factor must be at least 1 (largest length / trained length), got {factor}"
@@ -158,9 +170,16 @@ _KEYWORDS = {f.name: f.default for f in fields(Extension) if f.name not in ("met
 
 
 def resolve_factor_and_length(
-    factor: float | None, length: int | None, trained_length: int
+    factor: float | None, length: int | None, trained_length: int, *, anyway: bool = False
 ) -> tuple[float, int]:
-    """Return factor and target length (tokens) from exactly one of them, or raise ValueError."""
+    """Return factor and target length (tokens) from exactly one of them, or raise ValueError.
+
+    Args:
+        factor: Target length / trained length.
+        length: Target length in tokens.
+        trained_length: The length that the extension starts from, in tokens.
+        anyway: See `require_near`.
+    """
     if (factor is None) == (length is None):
         got = "neither" if factor is None else f"factor={factor} and length={length}"
         raise Refused(
@@ -171,6 +190,7 @@ def resolve_factor_and_length(
         require_number("factor", factor)
         if not factor * trained_length < 2**63:  # NaN, too
             raise Refused(f"factor must be a ratio of two lengths in tokens, got {factor:g}")
+        require_near(factor * trained_length, trained_length, anyway)
         return float(factor), round(factor * trained_length)
     require_tokens("length", length)
     assert length is not None
@@ -178,4 +198,30 @@ def resolve_factor_and_length(
         raise Refused(
             f"length must be at least the trained length, {trained_length:,} tokens, got {length:,}"
         )
+    require_near(length, trained_length, anyway)
     return length / trained_length, int(length)
+
+
+def is_far(length: float, trained_length: int) -> bool:
+    """Return whether a target length is so many times the trained one that it is doubted."""
+    return length > MOST_TIMES * trained_length
+
+
+def require_near(length: float, trained_length: int, anyway: bool) -> None:
+    """Raise if a target length is beyond `MOST_TIMES` times the trained one, in tokens.
+
+    Args:
+        length: The target length.
+        trained_length: The length that the extension starts from.
+        anyway: Whether such a length is meant.
+
+    Raises:
+        ValueError: It is beyond, and nothing says that it is meant.
+    """
+    if is_far(length, trained_length) and not anyway:
+        raise Refused(
+            f"{length:,.0f} tokens are more than {MOST_TIMES} times the trained length, "
+            f"{trained_length:,} tokens: expected at most {MOST_TIMES * trained_length:,}. Beyond "
+            "that a number is mostly a slip (a length given as a factor, a wrong trained length); "
+            "if it is meant, add anyway=True (--anyway)"
+        )

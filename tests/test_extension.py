@@ -5,6 +5,7 @@ import json
 import pickle
 
 import pytest
+import transformers
 from helpers.tiny_models import LONG_FACTOR, TRAINED, logits, make_model
 
 import rope_patch
@@ -128,3 +129,56 @@ def test_loading_and_diagnosing_take_a_request(tmp_path):
     assert str(rope_patch.diagnose(model, request)) == str(
         rope_patch.diagnose(model, "yarn", **keywords)
     )
+
+
+FAR = {"factor": 64.1}
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("yarn", FAR),
+        ("yarn", {"length": 64 * TRAINED + 1}),
+        ("dynamic-yarn", {"length": 64 * TRAINED + 1}),
+        ("rerope", {"length": 64 * TRAINED + 1}),
+    ],
+)
+def test_far_lengths_must_be_meant(method, arguments):
+    model = make_model()
+    with pytest.raises(rope_patch.Refused, match="anyway"):
+        rope_patch.patch(model, method, **arguments)
+    handle = rope_patch.patch(model, method, **arguments, anyway=True)
+    assert handle.extension.anyway
+    assert handle.extension == dataclasses.replace(handle.extension, anyway=False)
+    assert Extension.of(method, **handle.extension.arguments()).anyway
+
+
+def test_near_lengths_and_none_need_no_permission():
+    for method, arguments in (("yarn", {"factor": 64}), ("rerope", {}), ("dynamic-yarn", {})):
+        with rope_patch.patch(make_model(), method, **arguments):
+            pass
+        with rope_patch.patch(make_model(), method, **arguments, anyway=True) as handle:
+            assert not handle.extension.anyway  # what nobody needed is not recorded
+
+
+def test_far_lengths_of_tables_must_be_meant():
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 16}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    with pytest.raises(rope_patch.Refused, match="anyway"):
+        rope_patch.patch(model, "linear", **FAR)
+    rope_patch.patch(model, "linear", **FAR, anyway=True)
+
+
+def test_a_saved_far_patch_loads_and_saves_again(tmp_path):
+    model = make_model()
+    rope_patch.patch(model, "yarn", **FAR, anyway=True)
+    rope_patch.save(model, tmp_path)
+    record = json.loads((tmp_path / "rope_patch.json").read_text())
+    assert record.pop("anyway") is True
+    (tmp_path / "rope_patch.json").write_text(json.dumps(record))  # as earlier releases wrote it
+    loaded = rope_patch.load(tmp_path)
+    assert logits(loaded).equal(logits(model))
+    with pytest.raises(rope_patch.Refused, match="overwrite"):
+        rope_patch.save(loaded, tmp_path)
+    rope_patch.save(loaded, tmp_path, overwrite=True)
+    assert logits(rope_patch.load(tmp_path)).equal(logits(model))

@@ -37,6 +37,7 @@ class _ModelOptions(options.OptionGroup):
     )
     decode: int = option(32, "Tokens decoded in each repeat.")
     trained_length: options.TrainedLength = None
+    anyway: options.Anyway = False
     compiled: bool = option(
         False, "Count torch.compile's graph breaks and recompilations.", "--compile"
     )
@@ -162,6 +163,7 @@ def bench(
             decode=on_model.decode,
             repeats=5 if repeats is None else repeats,
             trained_length=on_model.trained_length,
+            anyway=on_model.anyway,
             dtype=dtype,
             compiled=on_model.compiled,
             random_weights=on_model.random_weights,

@@ -27,6 +27,7 @@ def export(
     length: options.Length = None,
     trained_length: options.TrainedLength = None,
     start: options.Start = "auto",
+    anyway: options.Anyway = False,
     method_option: options.MethodOption = None,
     found: str | None = option(
         None, "What to apply: the folder of a `rope-patch search`, not a method."
@@ -72,7 +73,7 @@ def export(
     meta_model = _meta_model(path, engine, is_as_saved, start, trained_length)
     if method is not None:
         kernels = "hf" if rotation_refusal(meta_model) is None else "auto"
-        patch(meta_model, method, start=start, kernels=kernels, **request)
+        patch(meta_model, method, start=start, kernels=kernels, anyway=anyway, **request)
     elif method_keywords:
         raise ValueError(
             f"{', '.join(method_keywords)} goes with a method: name it too, with --method"

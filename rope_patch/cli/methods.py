@@ -6,21 +6,40 @@ import json
 from dataclasses import MISSING, fields
 from typing import Any
 
+import typer
+
 from rope_patch.cli import options
-from rope_patch.cli.options import argument
+from rope_patch.cli.options import argument, option
+from rope_patch.cli.runtime import VERDICT
 
 
 def methods(
     name: str | None = argument(None, "Show one method with its options."),
+    check: bool = option(
+        False,
+        "Check NAME on a tiny random Llama that was trained on 64 tokens: causality, chunks, "
+        "finite numbers, lengths; the exit code is 1 if something is wrong.",
+        "--check",
+    ),
+    factor: options.Factor = None,
+    method_option: options.MethodOption = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the methods, or show one with its paper and options.
+    """List the methods, or show one with its paper and options, or check it.
 
     \b
     Examples:
       rope-patch methods
       rope-patch methods yarn
+      rope-patch methods slow-half --plugin my_method.py --check --factor 4
     """
+    if check:
+        if name is None:
+            raise ValueError("--check takes a method: rope-patch methods NAME --check")
+        _check(name, as_json, factor=factor, **options.parse_options(method_option))
+        return
+    if factor is not None or method_option:
+        raise ValueError("--factor and --option go with --check, which applies the method")
     from rope_patch.methods import list_methods, registered_methods
     from rope_patch.methods.registry import ENCODING_METHODS, PAGE, find_method, get_method
 
@@ -60,6 +79,16 @@ def methods(
     print(f"{'':<{width}}  {row['paper']}; fine-tuning: {row['training']}")
     for key, about in row["options"].items():
         print(f"{'':<{width}}    {key} (default: {about['default']}): {about['help']}")
+
+
+def _check(name: str, as_json: bool, **arguments: Any) -> None:
+    """Print the proof of a method; exit with 1 if it fails."""
+    from rope_patch import check_method
+
+    proof = check_method(name, **arguments)
+    print(json.dumps(proof.as_dict(), indent=1, allow_nan=False) if as_json else proof.as_text())
+    if not proof.is_ok:
+        raise typer.Exit(VERDICT)
 
 
 def _show_encoding_method(name: str, as_json: bool) -> None:

@@ -79,6 +79,10 @@ Start = Annotated[
         "the model is `running` with."
     ),
 ]
+Anyway = Annotated[
+    bool,
+    typer.Option("--anyway", help="Take a length beyond 64 times the trained one for meant."),
+]
 MethodOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -201,6 +205,7 @@ class LayerOptions(OptionGroup):
     trained_length: TrainedLength = None
     layer_types: str | None = option(None, "Which layers to extend, by commas; those that see far.")
     start: Start = "auto"
+    anyway: Anyway = False
 
     def arguments(self) -> dict[str, Any]:
         """Return the options with `layer_types` as a list."""
@@ -214,6 +219,7 @@ class MethodOptions(OptionGroup):
 
     trained_length: TrainedLength = None
     start: Start = "auto"
+    anyway: Anyway = False
     options: MethodOption = None
 
     def arguments(self) -> dict[str, Any]:

@@ -291,14 +291,15 @@ def _shell_command(facts: Facts, method: str, ratio: float, request: Extension) 
     name = shlex.quote(facts.subject.display_name)
     return (
         f"rope-patch finetune --config yarn_64k --model {name} "
-        f"--factor {ratio:g} --train_length {facts.target_length}" + facts.subject.trust_option
+        f"--factor {ratio:g} --train_length {facts.target_length}{facts.subject.trust_option}"
+        + (" --anyway true" if request.anyway else "")
     )
 
 
 def _compare_command(facts: Facts, methods: str, request: Extension) -> str:
     name, trained = shlex.quote(facts.subject.display_name), request.trained_length
     rest = f" --trained-length {trained}" if trained else ""
-    rest += facts.subject.trust_option
+    rest += facts.subject.trust_option + (" --anyway" if request.anyway else "")
     return f"rope-patch compare {name} --method {methods} --length {facts.target_length}{rest}"
 
 

@@ -27,7 +27,7 @@ from rope_patch.diagnosing.live_checks import (
 )
 from rope_patch.diagnosing.subject import Subject, open_subject
 from rope_patch.diagnosing.vision_positions import vision_findings
-from rope_patch.extension import Extension
+from rope_patch.extension import Extension, require_near
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method, build
 from rope_patch.methods.base import require_tokens
@@ -54,6 +54,7 @@ def diagnose(
     trained_length: int | None = None,
     layer_types: list[str] | None = None,
     start: str = "auto",
+    anyway: bool = False,
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
     **options: Any,
@@ -74,6 +75,7 @@ def diagnose(
         trained_length: Length of pretraining in tokens, if the config is wrong about it.
         layer_types: As in `patch`.
         start: As in `patch`.
+        anyway: As in `patch`.
         gguf_file: The GGUF file within a folder.
         trust_remote_code: Whether to execute Python code that the checkpoint brings.
         **options: The method's options.
@@ -93,6 +95,7 @@ def diagnose(
         trained_length=trained_length,
         layer_types=layer_types,
         start=start,
+        anyway=anyway,
         **options,
     )
     return diagnose_subject(open_subject(model, gguf_file=gguf_file), extension)
@@ -169,6 +172,7 @@ def _resolve_method(extension: Extension, trained: int) -> tuple[Method | None, 
     if extension.factor is None and is_default and extension.length is not None:
         build(extension.method, **extension.options)
         require_tokens("length", extension.length)
+        require_near(extension.length, trained, extension.anyway)
         # It may be within the trained length: then nothing is to be done.
         return None, int(extension.length)
     if (

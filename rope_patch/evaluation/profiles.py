@@ -115,7 +115,13 @@ def comparison_request(
     check_methods(request, path, read_config(path, gguf_file=request.gguf_file))
     chosen = choose_profile(profile)
     test_lengths = tuple(lengths) or default_lengths(
-        model, factor, length, request.trained_length, request.start, request.gguf_file
+        model,
+        factor,
+        length,
+        request.trained_length,
+        request.start,
+        request.gguf_file,
+        anyway=request.anyway,
     )
     defaults: dict[str, Any] = {
         "depths": _DEPTHS,
@@ -162,6 +168,8 @@ def default_lengths(
     trained_length: int | None,
     start: str,
     gguf_file: str | None,
+    *,
+    anyway: bool = False,
 ) -> tuple[int, ...]:
     """Return half the trained length, its doubles up to the target, and the target.
 
@@ -171,7 +179,7 @@ def default_lengths(
     _, trained = model_lengths(model, config, trained_length, start)
     longest = 2 * trained
     if factor is not None or length is not None:
-        _, longest = resolve_factor_and_length(factor, length, trained)
+        _, longest = resolve_factor_and_length(factor, length, trained, anyway=anyway)
     lengths = {trained // 2, trained, longest}
     doubled = 2 * trained
     while doubled < longest:

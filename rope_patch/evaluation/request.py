@@ -76,6 +76,7 @@ class EvalRequest:
         short_samples: Samples of each ordinary short task.
         trained_length: Tokens of pretraining, if the config gives another number.
         start: Where the config scales already: see `patch`.
+        anyway: See `patch`.
         options: The methods' options.
         arguments: By method, arguments of `patch` that go before all others: what a search found.
         dtype: As in transformers; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
@@ -117,6 +118,7 @@ class EvalRequest:
     short_samples: int = 100
     trained_length: int | None = None
     start: str = "auto"
+    anyway: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
     dtype: str = "auto"
@@ -144,7 +146,11 @@ class EvalRequest:
         known = registered_methods()
         names = known[method].__dataclass_fields__ if method in known else {}
         arguments = {key: value for key, value in self.options.items() if key in names}
-        arguments |= {"trained_length": self.trained_length, "start": self.start}
+        arguments |= {
+            "trained_length": self.trained_length,
+            "start": self.start,
+            "anyway": self.anyway,
+        }
         own = self.arguments.get(method, {})
         if not own.keys() & {"factor", "length"}:
             arguments |= {"factor": self.factor, "length": self.length}

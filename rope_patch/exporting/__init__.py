@@ -45,4 +45,4 @@ def export(model_or_config: Any, engine: str) -> Export:
     if engine != axolotl.NAME:  # axolotl's plugin patches the model
         target.require_no_position_map(engine)
     result = run_exporter(engine, target)
-    return replace(result, notes=[*result.notes, *target.yarn_notes()])
+    return replace(result, notes=[*target.unchanged_notes(), *result.notes, *target.yarn_notes()])

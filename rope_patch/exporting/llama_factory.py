@@ -66,6 +66,8 @@ def _patch_command(source: str, extension: Extension) -> str:
         if (value := arguments.pop(name, None)) is not None:
             text = f"{value!r}" if isinstance(value, float) else str(value)
             words += [f"--{name.replace('_', '-')}", text]
+    if arguments.pop("anyway", False):
+        words.append("--anyway")
     if layer_types := arguments.pop("layer_types", None):
         words += ["--layer-types", ",".join(layer_types)]
     for name, value in arguments.items():

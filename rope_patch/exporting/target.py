@@ -321,6 +321,18 @@ class Target:
         """Nest fields of the text config as in the whole config."""
         return nest_fields(self.config, fields)
 
+    def unchanged_notes(self) -> list[str]:
+        """Return a note if the target is a model as it was trained: no method, and no scaling."""
+        if self.extension is not None or any(
+            rotation.scaling != "default" for rotation in self.rotations.values()
+        ):
+            return []
+        return [
+            "nothing changes: the model has no patch, and its config no scaling, so the engine "
+            f"rotates as it was trained, for {self.length:,} tokens. To extend it, name a method, "
+            "such as --method yarn --factor 4, or patch the model first"
+        ]
+
     def yarn_notes(self) -> list[str]:
         """Return a note on each YaRN of the checkpoint's own config: whether it was trained in."""
         phrases = [describe_yarn(self.text, layer_type) for layer_type in self.extended_layer_types]

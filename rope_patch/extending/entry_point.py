@@ -24,6 +24,7 @@ def extend(
     samples: int = 96,
     trained_length: int | None = None,
     start: str = "auto",
+    anyway: bool = False,
     dtype: str = "auto",
     device_map: str | None = None,
     trust_remote_code: bool = False,
@@ -46,6 +47,7 @@ def extend(
         samples: Samples of each kind at most.
         trained_length: Tokens of pretraining, if the config gives another number.
         start: Where the config scales already: see `rope_patch.patch`.
+        anyway: See `rope_patch.patch`.
         dtype: The dtype to measure in; "auto" is float32 on a CPU.
         device_map: As in transformers.
         trust_remote_code: Whether to execute Python code that the checkpoint brings.
@@ -76,6 +78,7 @@ def extend(
         samples=samples,
         trained_length=trained_length,
         start=start,
+        anyway=anyway,
         dtype=dtype,
         device_map=device_map,
         trust_remote_code=trust_remote_code,

@@ -208,6 +208,8 @@ def _settings(
         keys["options"] = json.dumps(candidate.options)
     if request.trust_remote_code:
         keys["trust_remote_code"] = True
+    if request.anyway:
+        keys["anyway"] = True
     if request.trained_length is not None:
         keys["trained_length"] = request.trained_length
     keys |= {**request.recipe, **changes}

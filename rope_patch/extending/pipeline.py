@@ -26,6 +26,7 @@ from rope_patch.extending.request import (
     parse_target,
 )
 from rope_patch.extending.work_folder import WORK, WorkFolder
+from rope_patch.extension import require_near
 from rope_patch.inference.samples import needles_refusal
 from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.pretrained import demo
@@ -97,6 +98,7 @@ def _check(request: ExtendRequest) -> tuple[int, int]:
         )
     _, trained = model_lengths(path, config, request.trained_length, request.start)
     length = parse_target(request.to, trained)
+    require_near(length, trained, request.anyway)
     fine_tuning.require_recipe(request)
     return trained, length
 
@@ -186,6 +188,7 @@ class _Extension:
             length=self.length,
             trained_length=self.request.trained_length,
             start=self.request.start,
+            anyway=self.request.anyway,
         )
         assert not isinstance(diagnosis, EncodingDiagnosis)  # `_check` refuses those
         atomic_files.atomic_write(self.work.path / "diagnosis.txt", f"{diagnosis}\n")
@@ -212,6 +215,7 @@ class _Extension:
                 search=request.search,
                 trained_length=request.trained_length,
                 start=request.start,
+                anyway=request.anyway,
                 seed=request.seed,
                 folder=self.work.path / RECOMMEND,
                 dtype=request.dtype,

@@ -91,6 +91,7 @@ def base_request(
         short_samples=_PILOT_SHORT,
         trained_length=request.trained_length,
         start=request.start,
+        anyway=request.anyway,
         arguments={candidate.method: candidate.options for candidate in candidates},
         dtype=request.dtype,
         device_map=request.device_map,

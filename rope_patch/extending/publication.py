@@ -68,6 +68,7 @@ def publish(
                 length=length,
                 trained_length=request.trained_length,
                 start=request.start,
+                anyway=request.anyway,
                 **candidate.options,
             )
         write_exports(staging)

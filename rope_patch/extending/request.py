@@ -18,7 +18,7 @@ from rope_patch.utils.errors import Refused, text_html
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}  # seconds
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 _MIN_BUDGET = 1.0  # seconds
-_NOT_COMPARED = ("out", "command")
+_NOT_COMPARED = ("out", "command", "anyway")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class ExtendRequest:
         samples: Samples of each kind at most.
         trained_length: Tokens of pretraining, if the config gives another number.
         start: Where the config scales already: see `patch`.
+        anyway: See `patch`.
         dtype: As in `recommend`.
         device_map: As in `recommend`.
         trust_remote_code: As in `recommend`.
@@ -57,6 +58,7 @@ class ExtendRequest:
     samples: int = 96
     trained_length: int | None = None
     start: str = "auto"
+    anyway: bool = False
     dtype: str = "auto"
     device_map: str | None = None
     trust_remote_code: bool = False

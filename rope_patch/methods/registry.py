@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z]([\w.-]*\w)?", re.ASCII)
 _RESERVED_NAMES = ("none",)  # what evaluations and recipes call the plain model
 # What `rope_patch.patch` takes besides a method's options.
 _PATCH_ARGUMENTS = (
-    *("method", "length", "trained_length", "layer_types", "start", "kernels", "options"),
+    *("method", "length", "trained_length", "layer_types", "start", "kernels", "anyway", "options"),
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.extension import Extension
+from rope_patch.extension import Extension, is_far
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.methods.base import require_tokens
@@ -131,6 +131,7 @@ class PatchPlan:
             trained_length=self.trained_length,
             layer_types=[name for name in self.geometries if name is not None] or None,
             start="running" if any(g.base for g in self.geometries.values()) else "unscaled",
+            anyway=self.length is not None and is_far(self.length, self.trained_length),
             options=options,
         )
 

@@ -115,6 +115,7 @@ def load(
     layer_types: list[str] | None = None,
     kernels: str = "auto",
     start: str = "auto",
+    anyway: bool = False,
     device_map: Any = None,
     dtype: Any = "auto",
     gguf_file: str | None = None,
@@ -140,6 +141,7 @@ def load(
         layer_types: See `patch`.
         kernels: See `patch`.
         start: See `patch`.
+        anyway: See `patch`.
         device_map: As in transformers: "auto" spreads over GPUs, memory and disk (accelerate).
         dtype: As in transformers; "auto" is the checkpoint's dtype.
         gguf_file: The GGUF file within `path`, which is expanded to plain weights.
@@ -179,7 +181,7 @@ def load(
     }
     extension: Extension | None = None
     if method is not None:
-        extension = Extension.of(method, **arguments, kernels=kernels, start=start)
+        extension = Extension.of(method, **arguments, kernels=kernels, start=start, anyway=anyway)
     elif patch_sidecar is None and encoded is None:
         raise Refused(
             f"name a method (rope_patch.list_methods() lists them): {adapter or path} has no "

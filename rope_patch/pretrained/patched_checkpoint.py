@@ -68,6 +68,7 @@ def patch_checkpoint(
     trained_length: int | None = None,
     layer_types: list[str] | None = None,
     start: str = "auto",
+    anyway: bool = False,
     copy: bool = False,
     trust_remote_code: bool = False,
     **options: Any,
@@ -89,6 +90,7 @@ def patch_checkpoint(
         trained_length: See `patch`.
         layer_types: See `patch`.
         start: See `patch`.
+        anyway: See `patch`.
         copy: Copy all files instead of linking them.
         trust_remote_code: Whether to execute Python code that the checkpoint brings.
         **options: The method's options.
@@ -113,6 +115,7 @@ def patch_checkpoint(
         trained_length=trained_length,
         layer_types=layer_types,
         start=start,
+        anyway=anyway,
         **options,
     )
     plan = check_encoding(empty, extension)

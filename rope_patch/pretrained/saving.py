@@ -44,7 +44,13 @@ OTHER_GROWTH = (
 )
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
+def save(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+) -> None:
     """Write a patched model: safetensors, a native config, and the sidecar `rope_patch.json`.
 
     If the method has a native form, plain transformers loads the folder to the same logits, up to
@@ -64,14 +70,16 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
         folder: Target folder; created if missing.
         tokenizer: The model's tokenizer, to be written, too; its `model_max_length` is raised to
             the patch's length.
+        overwrite: Whether to save into the folder that the model came from, whose weights and
+            config are then replaced.
 
     Raises:
-        ValueError: The model is not patched, the folder is a file, or an adapter would lie beside a
-            whole model.
+        ValueError: The model is not patched, the folder is a file or the one that the model came
+            from, or an adapter would lie beside a whole model.
         OSError: Writing failed; says where and how to continue.
     """
     if (encoded := current_encode(model)) is not None:
-        _save_encoded(model, encoded, _require_folder(folder), tokenizer)
+        _save_encoded(model, encoded, _require_folder(folder, model, overwrite), tokenizer)
         return
     handle = current(model)
     if handle is None:
@@ -79,7 +87,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
             f"{type(model).__name__} is not patched: expected a model that rope_patch.patch or "
             "rope_patch.load returned; use model.save_pretrained for others"
         )
-    folder = _require_folder(folder)
+    folder = _require_folder(folder, model, overwrite)
     with atomic_files.explain_write_errors(folder.parent, folder.name, _DISK_ADVICE):
         adapters, native, problem = _write_folder(model, handle, folder, tokenizer)
     if adapters:
@@ -109,11 +117,18 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
         )
 
 
-def _require_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return a folder to save into, or raise if it is a file."""
+def _require_folder(folder: str | os.PathLike[str], model: Any, overwrite: bool) -> Path:
+    """Return a folder to save into; raise if it is a file, or the model's source."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise Refused(f"{folder} is a file: expected a folder to save into")
+    source = getattr(model.config, "_name_or_path", "")
+    is_source = source and folder.exists() and Path(source).exists() and folder.samefile(source)
+    if is_source and not overwrite:
+        raise Refused(
+            f"{folder} is the folder that the model came from: expected another one, as its "
+            "weights and config would be replaced; if that is meant, pass overwrite=True"
+        )
     return folder
 
 
@@ -191,7 +206,7 @@ def record_patch(
 def record_adapters(
     folders: Iterable[Path], model: nn.Module, handle: Patch | EncodingPatch
 ) -> None:
-    """Write the sidecar of the base's patch beside adapters.
+    """Write the sidecar of the base's patch beside adapters, and a line into their README.
 
     Args:
         folders: The adapters' folders, and the one around them.
@@ -203,8 +218,18 @@ def record_adapters(
     config: Any = model.config
     text = config.get_text_config(decoder=True)
     sidecar["base_model"] = getattr(text, "name_or_path", None) or None
+    line = (
+        f"Trained under the rotation of {handle}: load with `rope_patch.load`, as plain PEFT "
+        "rotates otherwise."
+    )
     for folder in folders:
         (folder / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+        # PEFT writes one README around several adapters, and keeps the text of one that is there.
+        readme = folder / "README.md"
+        if readme.is_file() or (folder / ADAPTER_CONFIG).is_file():
+            text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+            if line not in text:
+                readme.write_text(f"{text}\n{line}\n".lstrip(), encoding="utf-8")
 
 
 def raise_tokenizer_length(folder: Path, handle: Patch | EncodingPatch) -> None:

@@ -154,7 +154,8 @@ def extension_from_sidecar(sidecar: dict[str, Any]) -> Extension:
             if coefficient := options.pop("temperature", 0):
                 options["temperature"] = f"drope:{coefficient}"
         request |= {"factor": factor, "options": options}
-    return Extension(**request)
+    # Whoever saved the patch meant its length, also before requests had to say so.
+    return Extension(**request | {"anyway": True})
 
 
 def sidecar_target(sidecar: dict[str, Any]) -> int | None:
@@ -290,6 +291,7 @@ def recorded_extension(sidecar: dict[str, Any]) -> Extension:
         trained_length=sidecar["trained_length"],
         layer_types=sidecar["layer_types"],
         start="unscaled",  # the recorded numbers need nothing to start from
+        anyway=True,  # whoever saved the patch meant its length
         options={
             "saved_method": method,
             "origin": origin,

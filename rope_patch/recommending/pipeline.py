@@ -48,6 +48,7 @@ def recommend(
     trained_length: int | None = None,
     layer_types: list[str] | None = None,
     start: str = "auto",
+    anyway: bool = False,
     seed: int = 42,
     folder: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -82,6 +83,7 @@ def recommend(
         trained_length: See `rope_patch.patch`.
         layer_types: See `rope_patch.patch`; one of them.
         start: See `rope_patch.patch`.
+        anyway: See `rope_patch.patch`.
         seed: Seed of samples and search.
         folder: Folder for the journal, from which a killed run or one with a larger budget
             resumes, and for the result.
@@ -120,6 +122,7 @@ def recommend(
         trained_length=trained_length,
         layer_types=layer_types,
         start=start,
+        anyway=anyway,
     )
     _require_unpatched(source.skeleton)
     space = make_space(source.skeleton, extension)

@@ -227,7 +227,8 @@ def export_command(
     for name, value in extension.arguments().items():
         if name == "layer_types":
             return ""  # the command has no such option
-        words += [f"--{name.replace('_', '-')}", str(value)]
+        word = f"--{name.replace('_', '-')}"
+        words += [word] if value is True else [word, str(value)]
     for name, value in variant.options.items():
         words += ["--option", f"{name}={json.dumps(value)}"]
     if plugin := plugin_file(get_method(variant.method)):

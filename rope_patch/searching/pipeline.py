@@ -60,6 +60,7 @@ def search(
     trained_length: int | None = None,
     layer_types: list[str] | None = None,
     start: str = "auto",
+    anyway: bool = False,
     seed: int = 42,
     folder: str | os.PathLike[str] | None = None,
     picture: str | os.PathLike[str] | None = None,
@@ -97,6 +98,7 @@ def search(
         trained_length: See `rope_patch.patch`.
         layer_types: See `rope_patch.patch`; one of them.
         start: See `rope_patch.patch`.
+        anyway: See `rope_patch.patch`.
         seed: Seed of samples and proposals: the same seed searches the same.
         folder: Folder for the journal, from which a killed search resumes, and for the result.
         picture: An .svg or .png file that is redrawn while the search runs.
@@ -139,6 +141,7 @@ def search(
         trained_length=trained_length,
         layer_types=layer_types,
         start=start,
+        anyway=anyway,
     )
     space = make_space(source.skeleton, extension)
     request = SampleRequest(

@@ -36,6 +36,7 @@ FORMAT = "rope_patch.recipes/1"
 _CHANGEABLE_KEYS = {
     "place, and when to stop or measure": "output_dir plugin resume ignore_plan max_loss_rise "
     "retrieval_steps max_steps tokens",
+    "permission": "anyway",
     "saving": "average_checkpoints save_strategy save_steps save_total_limit save_on_each_node "
     "enable_jit_checkpoint",
     "logging": "logging_strategy logging_steps logging_first_step logging_dir log_level "

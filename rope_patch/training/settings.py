@@ -16,7 +16,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments, integrations
 
-from rope_patch.extension import Extension
+from rope_patch.extension import Extension, require_near
 from rope_patch.methods.origin import load_plugin
 from rope_patch.training import recipe_files
 from rope_patch.training import stage as stage_keys
@@ -60,6 +60,9 @@ class ExtensionArguments:
             "help": "What a scaling in the config means for the extension: auto, unscaled (replace "
             "it) or running (stretch it further)."
         },
+    )
+    anyway: bool = field(
+        default=False, metadata={"help": "Extend beyond 64 times the trained length, too."}
     )
     kernels: str = field(
         default="auto", metadata={"help": "Who rotates: auto, triton, reference or hf."}
@@ -205,7 +208,7 @@ class Settings:
 
     def request(self) -> Extension:
         """Return the request to extend the model."""
-        names = ("factor", "length", "trained_length", "layer_types", "start", "kernels")
+        names = ("factor", "length", "trained_length", "layer_types", "start", "kernels", "anyway")
         arguments: dict[str, Any] = {name: getattr(self.extension, name) for name in names}
         return Extension(self.extension.method, **arguments, options=self.method_options)
 
@@ -218,9 +221,10 @@ class Settings:
     def leaky_target(self, trained_length: int) -> int:
         """Return the target length of `positions: leaky`, which no method gives, in tokens."""
         factor, length = self.extension.factor, self.extension.length
-        if length is not None:
-            return length
-        return round(trained_length * (1 if factor is None else factor))
+        if length is None:
+            length = round(trained_length * (1 if factor is None else factor))
+        require_near(length, trained_length, self.extension.anyway)
+        return length
 
     @property
     def loss(self) -> str:

@@ -41,6 +41,7 @@ def verify(
     trained_length: int | None = None,
     layer_types: list[str] | None = None,
     start: str = "auto",
+    anyway: bool = False,
     engine: str = "auto",
     served_model: str | None = None,
     tokens: int | None = None,
@@ -70,6 +71,7 @@ def verify(
         trained_length: See `patch`.
         layer_types: See `patch`.
         start: See `patch`.
+        anyway: See `patch`.
         engine: The engine's API: "auto" or one of `rope_patch.verifying.engine_detection.ENGINES`.
         served_model: The served model's name, where a server has several.
         tokens: Tokens of the longest prompt. A little more than the trained length unless given,
@@ -102,6 +104,7 @@ def verify(
             trained_length=trained_length,
             layer_types=layer_types,
             start=start,
+            anyway=anyway,
             **options,
         )
     elif factor is not None or length is not None or options:

@@ -51,6 +51,8 @@ REFUSED = [
     "diagnose no/such/folder --picture a.gif",
     f"{DIAGNOSE_YARN} --length 128",
     f"{DIAGNOSE_YARN} --factor 1e308",
+    f"{DIAGNOSE_YARN} --factor 64.1",
+    "diagnose TINY --length 16385",
     f"{DIAGNOSE_YARN} --length {'9' * 400}",
     f"{BETA_FAST}'",
     f"{BETA_FAST}!!python/object/apply:os.abort",
@@ -60,17 +62,22 @@ REFUSED = [
     "eval TINY --method yarn",
     "eval TINY --method yarn --factor 2 --length 512",
     "eval TINY --method yarn --length 12",
+    "eval TINY --method yarn --length 16385 --lengths 512",
     f"eval TINY {YARN} --tasks rp_nothing",
     "compare TINY --methods yarn,yarm --factor 4 --lengths 512",
     "compare TINY --methods yarn --lengths 512",
+    "compare TINY --methods yarn --factor 65",
     "report no/such",
     "report TINY",
     "recommend TINY --length 512 --minutes 0",
     "recommend TINY --length 128 --minutes 1",
+    "recommend TINY --length 16385 --minutes 1",
     "search TINY --length 512 --device-map xpu:0",
     "search TINY --length 128",
+    "search TINY --factor 65",
     "search TINY --length 512 --strategy best",
     "extend TINY --to new",
+    "extend TINY --to 65x",
     "finetune --config no_recipe",
     "finetune --config smoke_cpu --max_stepps 1",
     "finetune --config smoke_cpu --max_steps many",
@@ -78,12 +85,16 @@ REFUSED = [
     f"patch TINY {YARN} --to new --weights move",
     "patch TINY --method yarm --factor 4 --to new",
     "patch TINY --method yarn --to new",
+    "patch TINY --method yarn --factor 65 --to new",
     "patch TINY --method dynamic --factor 4 --to TINY",
     f"export TINY {YARN} --engine vlm",
+    "export TINY --method dynamic-yarn --length 16385 --engine vllm",
     f"verify http://127.0.0.1:9 --against TINY {YARN}",
     "verify http://127.0.0.1:9 --against no/such/folder",
     "verify ftp://127.0.0.1 --against TINY",
+    "verify TINY --against TINY --method yarn --factor 65",
     "bench TINY --methods yarm",
+    "bench TINY --methods yarn --factor 65",
     "picture clocks",
     "lab --encodings rope,ropy",
     "env TINY",
@@ -108,6 +119,11 @@ def test_wrong_words_are_one_error_line_and_write_nothing(tmp_path, monkeypatch)
         refusals.append(f"$ rope-patch {shown}\n{line}\n")
         assert not list(tmp_path.iterdir()), words
     check_recorded("\n".join(refusals), RECORDED)
+
+
+def test_training_refuses_a_far_length(tmp_path):
+    words = ("finetune", "--config", "smoke_cpu", "--model", TINY, "--output_dir", tmp_path)
+    assert "--anyway" in error_line(*words, "--factor", 65)
 
 
 # -- damaged files ---------------------------------------------------------------------------------

@@ -48,6 +48,13 @@ def test_output_is_quoted_for_a_shell(tmp_path):
     assert config.rope_parameters["rope_type"] == "yarn"
 
 
+def test_a_plain_model_is_said_to_change_nothing():
+    note = "nothing changes"
+    assert note in run(TINY, "--engine", "vllm").stdout
+    assert note not in run(TINY, "--engine", "vllm", "--method", "ntk", "--factor", "2").stdout
+    assert note not in str(rope_patch.export(CHECKPOINTS["Llama-3.1"], "vllm"))  # its own scaling
+
+
 def test_saved_patch_needs_no_method(tmp_path):
     tiny = tiny_model("llama")
     handle = rope_patch.patch(tiny, "ntk", factor=4.0)

@@ -80,6 +80,12 @@ def test_save_writes_adapter_and_sidecar(bases, saved_adapter):
     assert (sidecar["method"], sidecar["options"]["beta_fast"]) == ("yarn", 16)
     assert sidecar["base_model"] == str(bases / "llama")
     assert sidecar["native"] is False
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\n")  # PEFT's, whose header the Hub reads
+    rope_patch.save(rope_patch.load(folder), folder)  # the line stays one line
+    lines = [line for line in (folder / "README.md").read_text().splitlines() if "yarn" in line]
+    assert len(lines) == 1
+    assert "rope_patch.load" in lines[0]
 
 
 def test_trained_adapter_gives_the_same_logits_after_saving(tmp_path):
@@ -422,6 +428,7 @@ def test_each_named_adapter_gets_a_sidecar(bases, tmp_path):
     model.add_adapter("two", lora(r=4))
     rope_patch.save(model, tmp_path)
     for name in ("one", "two"):
+        assert "rope_patch.load" in (tmp_path / name / "README.md").read_text()
         model.set_adapter(name)
         got = rope_patch.load_adapter(base(bases), tmp_path / name)
         assert rope_patch.current(got).method.name == "yarn"

@@ -236,7 +236,9 @@ def _stretch(model: PreTrainedModel, sites: list[Site], extension: Extension) ->
             )
     if extension.method.startswith("dynamic-"):
         return Stretch(extension.method, trained, None, extension.options.get("exact"))
-    factor, length = resolve_factor_and_length(extension.factor, extension.length, trained)
+    factor, length = resolve_factor_and_length(
+        extension.factor, extension.length, trained, anyway=extension.anyway
+    )
     if factor < 1:
         raise Refused(
             f"factor must be at least 1 (target length / trained length), got {factor}: a method "

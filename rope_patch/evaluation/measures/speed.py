@@ -70,6 +70,7 @@ class SpeedRequest:
         decode: Tokens decoded one by one in each repeat.
         repeats: The number of times that each timed part runs.
         trained_length: Tokens of pretraining; the config's unless given.
+        anyway: See `rope_patch.patch`.
         dtype: As in transformers; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
         compiled: Whether to count what torch.compile makes of a decoding step, too.
         random_weights: Draw the weights, so that a config is enough; times are the same.
@@ -83,6 +84,7 @@ class SpeedRequest:
     decode: int = 32
     repeats: int = 5
     trained_length: int | None = None
+    anyway: bool = False
     dtype: str = "auto"
     compiled: bool = False
     random_weights: bool = False
@@ -201,10 +203,14 @@ def _load_model(request: SpeedRequest, path: str, config: Any) -> Any:
 
 def _extension(request: SpeedRequest, name: str, trained: int) -> Extension:
     """Return the request to patch with a method, so that all methods reach the same length."""
-    if get_method(name).is_dynamic:
-        length = round(request.factor * trained)
-        return Extension(name, length=length, trained_length=request.trained_length)
-    return Extension(name, factor=request.factor, trained_length=request.trained_length)
+    follows = get_method(name).is_dynamic
+    return Extension(
+        name,
+        factor=None if follows else request.factor,
+        length=round(request.factor * trained) if follows else None,
+        trained_length=request.trained_length,
+        anyway=request.anyway,
+    )
 
 
 def _measure_rows(

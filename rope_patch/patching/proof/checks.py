@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rope_patch.extension import Extension
-from rope_patch.methods.base import Rotation
+from rope_patch.methods.base import Frequencies, Rotation
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching.handle import Patch
 from rope_patch.patching.method_wrappers import unwrap
@@ -167,27 +167,28 @@ def _logits(output: Any) -> torch.Tensor:
 
 
 def run_checks(
-    tiny: Subject, shallow: Callable[[], Subject | None], kind: str, patch: PatchFunction
+    tiny: Subject,
+    shallow: Callable[[], Subject | None],
+    request: Extension,
+    patch: PatchFunction,
 ) -> Iterator[Check]:
-    """Yield the checks of all properties of a kind of methods.
+    """Yield the checks of all properties of a patch.
 
     Args:
         tiny: A tiny model, unpatched, and unpatched afterwards.
         shallow: A function that makes one whose extended layer comes last, if it can.
-        kind: One of `KINDS`.
+        request: The patch's request, such as `make_request` returns for a kind of methods.
         patch: The function that patches.
 
     Raises:
         Refused: The patch is refused.
         CannotShrink: The tiny model's lengths are not those of a tiny model.
     """
-    request, other = make_request(tiny, kind, patch), Extension("linear", factor=3)
+    other = Extension("linear", factor=3)
     handle = patch(tiny.model, request)
     lengths = _lengths(handle)
     follows = handle.is_length_dependent
-    keeps_short = (follows or isinstance(unwrap(handle.method), PositionMap)) and not (
-        _replaces_scaling(handle)
-    )
+    keeps_short = _promises_short(handle) and not _replaces_scaling(handle)
     handle.undo()
     long, short = tiny.text(lengths.stop), tiny.text(lengths.trained // 2)
     try:
@@ -197,6 +198,7 @@ def run_checks(
     compared: list[tuple[str, Callable[..., float], tuple[Any, ...]]] = [
         (ESSENTIAL, _parts_error, (_steps(lengths),)),
         ("cached chunks equal one pass", _parts_error, (_chunks(lengths, follows),)),
+        ("later tokens change nothing before them", _causal_error, ()),
         ("rows padded on the left equal rows alone", _padded_error, ("left",)),
         ("rows padded on the right equal rows alone", _padded_error, ("right",)),
         ("padded rows decode as rows alone", _padded_steps_error, ()),
@@ -258,6 +260,18 @@ def _lengths(handle: Patch) -> Lengths:
     raise CannotShrink("its rotation changes with every token")
 
 
+def _promises_short(handle: Patch) -> bool:
+    """Return whether texts of half the trained length are the plain model's under a patch."""
+    position_map = unwrap(handle.method)
+    if isinstance(position_map, PositionMap):
+        start = position_map.map_start(position_map.reach(handle.trained_length))
+        return start >= handle.trained_length // 2  # `string` maps from a third on
+    plain = {name: Frequencies(geometry.inv_freq()) for name, geometry in handle.geometries.items()}
+    is_plain = Rotation(handle.frequencies_at(1)).close_to(Rotation(plain))
+    # The short set of a `longrope` may be stretched; what follows the length starts unstretched.
+    return handle.is_length_dependent and (handle.method.is_dynamic or is_plain)
+
+
 def _replaces_scaling(handle: Patch) -> bool:
     """Return whether the patch replaces the config's own scaling, for short texts, too."""
     parameters = by_layer_type(handle.original_config.rope_parameters)
@@ -291,6 +305,13 @@ def _chunks(lengths: Lengths, follows: bool) -> tuple[int, ...]:
 def _parts_error(tiny: Subject, lengths: Lengths, parts: tuple[int, ...]) -> float:
     ids = tiny.text(lengths.stop)
     return _error(tiny.read_in_parts(ids, parts), tiny.read(ids))
+
+
+def _causal_error(tiny: Subject, lengths: Lengths) -> float:
+    """Return the error of tokens behind which others follow, of the same number."""
+    ids, others = tiny.text(lengths.stop), tiny.text(lengths.stop, 1)
+    changed = torch.cat([ids[:, : lengths.start], others[:, lengths.start :]], 1)
+    return _error(tiny.read(changed)[:, : lengths.start], tiny.read(ids)[:, : lengths.start])
 
 
 def _padded_error(tiny: Subject, lengths: Lengths, side: str) -> float:

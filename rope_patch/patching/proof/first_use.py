@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_patch.extension import Extension
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.patching.proof.checks import (
     ESSENTIAL,
@@ -36,6 +37,7 @@ from rope_patch.patching.proof.checks import (
     PatchFunction,
     Subject,
     kinds_of,
+    make_request,
     run_checks,
 )
 from rope_patch.patching.proof.tiny_model import (
@@ -289,7 +291,13 @@ def _cell(kind: KindProof, name: str) -> str:
     return error if check.verdict == OK and error else f"{check.verdict} {error}".rstrip()
 
 
-def prove(model: nn.Module, plan: PatchPlan, kinds: Sequence[str], patch: PatchFunction) -> Proof:
+def prove(
+    model: nn.Module,
+    plan: PatchPlan,
+    kinds: Sequence[str],
+    patch: PatchFunction,
+    request: Extension | None = None,
+) -> Proof:
     """Prove kinds of methods on a tiny model of a model's class; the model itself is only read.
 
     The proof runs in a thread of its own. There, no mode of the caller is active (gradients,
@@ -301,15 +309,22 @@ def prove(model: nn.Module, plan: PatchPlan, kinds: Sequence[str], patch: PatchF
         plan: A plan for it, which names its unpatched config and the layers to extend.
         kinds: See `checks.KINDS`.
         patch: The function that patches the tiny model, without asking for a proof of its own.
+        request: A request to prove instead of those that stand for the kinds.
     """
     with (
         _one_at_a_time,
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="rope_patch-proof") as pool,
     ):
-        return pool.submit(_prove, model, plan, kinds, patch).result()
+        return pool.submit(_prove, model, plan, kinds, patch, request).result()
 
 
-def _prove(model: nn.Module, plan: PatchPlan, kinds: Sequence[str], patch: PatchFunction) -> Proof:
+def _prove(
+    model: nn.Module,
+    plan: PatchPlan,
+    kinds: Sequence[str],
+    patch: PatchFunction,
+    request: Extension | None,
+) -> Proof:
     with torch_defaults(), silence():
         proofs, name = [], type(model).__name__
         for kind in kinds:
@@ -318,7 +333,7 @@ def _prove(model: nn.Module, plan: PatchPlan, kinds: Sequence[str], patch: Patch
                 # A new one for each kind: a patch that fails may leave the last one changed.
                 tiny = Subject(tiny_model(model, plan.config))
                 name = type(tiny.model).__name__
-                proof = _prove_kind(kind, tiny, _shallow(model, plan), patch)
+                proof = _prove_kind(kind, tiny, _shallow(model, plan), patch, request)
             except CannotShrink as error:
                 proof = KindProof(kind, NOT_PROVEN, problem=str(error))
             proofs.append(
@@ -339,11 +354,16 @@ def _shallow(model: nn.Module, plan: PatchPlan) -> Callable[[], Subject | None]:
 
 
 def _prove_kind(
-    kind: str, tiny: Subject, shallow: Callable[[], Subject | None], patch: PatchFunction
+    kind: str,
+    tiny: Subject,
+    shallow: Callable[[], Subject | None],
+    patch: PatchFunction,
+    request: Extension | None,
 ) -> KindProof:
     checks: list[Check] = []
     try:
-        checks.extend(run_checks(tiny, shallow, kind, patch))
+        request = request or make_request(tiny, kind, patch)
+        checks.extend(run_checks(tiny, shallow, request, patch))
     except Refused as refusal:
         return KindProof(kind, REFUSED, problem=describe_error(refusal))
     except CannotShrink:
