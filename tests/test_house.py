@@ -22,7 +22,7 @@ BUDGETS = {
     "cli": (2_850, 24),
     "diagnosing": (3_090, 11),
     "encodings": (4_200, 19),
-    "evaluation": (10_950, 34),
+    "evaluation": (11_000, 34),
     "exporting": (2_660, 15),
     "extending": (1_730, 9),
     "inference": (1_300, 6),
