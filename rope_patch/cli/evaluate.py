@@ -32,7 +32,7 @@ def evaluate(
         "sliding, speed; any task of lm-eval whose data is at hand.",
     ),
     sample_options: options.SampleOptions,
-    controls: bool = option(False, "Ask questions of texts without their answer, too."),
+    controls: bool = option(False, "Ask questions of texts without the answer, and of no text."),
     text_options: options.TextOptions,
     perplexity_length: int | None = option(
         None, "Tokens of a document; the longest of --lengths if left out."

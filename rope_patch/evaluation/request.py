@@ -57,7 +57,8 @@ class EvalRequest:
         max_samples: See `precision` and `until_decided`.
         depths: The answers' positions in percent of the text.
         per_text: Retrieval samples that share a text; the task's default unless given, mostly one.
-        controls: Whether to ask questions of texts without their answer, too.
+        controls: Whether to ask questions of texts without their answer, and without their text,
+            too.
         share: Whether to read what prompts begin with in common once.
         texts: The long documents for perplexity: names from `texts.names()` or files.
         documents: The number of excerpts of these texts; one of each unless given.

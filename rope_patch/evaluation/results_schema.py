@@ -58,7 +58,7 @@ class SampleRecord(UnscoredSample):
 
 
 class RetrievalRecord(TypedDict):
-    """A retrieval task, its control, or any other task whose samples are made at a length.
+    """A retrieval task, one of its controls, or any other task whose samples are made at a length.
 
     Attributes:
         task: The task's name.
@@ -71,6 +71,20 @@ class RetrievalRecord(TypedDict):
     lengths: Sequence[int]
     depths: Sequence[int]
     samples: Mapping[str, Sequence[SampleRecord]]
+
+
+ControlKind = Literal["no answer", "closed book"]
+
+
+class QuestionControlRecord(RetrievalRecord, total=False):
+    """A control of a retrieval task, asked of the plain model.
+
+    Attributes:
+        kind: "no answer": texts without the answer; "closed book": the question without the text.
+            Older results lack it, and have the first alone.
+    """
+
+    kind: ControlKind
 
 
 class DocumentRecord(TypedDict):
@@ -476,7 +490,7 @@ class RunRecord(OtherRecords):
     methods: Sequence[MethodRecord]
     perplexity: PerplexityRecord | None
     retrieval: Sequence[RetrievalRecord]
-    control: Sequence[RetrievalRecord]
+    control: Sequence[QuestionControlRecord]
 
 
 @final

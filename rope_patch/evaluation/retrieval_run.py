@@ -12,7 +12,9 @@ from rope_patch import statistics
 from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.results_schema import (
+    ControlKind,
     PerplexityRecord,
+    QuestionControlRecord,
     RetrievalRecord,
     RunRecord,
     SampleRecord,
@@ -26,6 +28,12 @@ logger = logging.getLogger("rope_patch")
 
 # Samples and texts without their answer, whose mean likelihood is the floor of the verdict.
 _CONTROL_SAMPLES, _CONTROL_TEXTS = 6, 4
+
+# What builds the samples of a control, and what progress calls them.
+_CONTROLS: dict[ControlKind, tuple[dict[str, bool], str]] = {
+    "no answer": ({"planted": False}, "texts without their answers"),
+    "closed book": ({"closed_book": True}, "questions without their texts"),
+}
 
 
 class RetrievalRun:
@@ -58,29 +66,38 @@ class RetrievalRun:
         self.counts = dict.fromkeys(at, first)
         self.tasks = {(n, length): self._build(n, length, first) for n, length in at}
         self.scores: dict[str, dict[str, dict[int, list[SampleRecord]]]] = {}
-        self.controls: list[RetrievalRecord] = []
+        self.controls: list[QuestionControlRecord] = []
 
     def measure_plain(self) -> None:
-        """Ask questions of texts without their answer, at the shortest length."""
+        """Ask questions of texts without their answer, and of no text, at the shortest length."""
         request = self.session.request
         length, depths = min(request.lengths), list(request.depths)
         per_text = 1 if request.per_text is None else request.per_text
-        count = max(_CONTROL_SAMPLES, _CONTROL_TEXTS * per_text)
-        built: dict[str, Any] = {}
+        few = max(_CONTROL_SAMPLES, _CONTROL_TEXTS * per_text)
+        # Questions without a text are short: as many as the task asks at this length.
+        counts: dict[ControlKind, int] = {"no answer": few}
+        counts["closed book"] = max(few, request.first_samples)
+        built: dict[str, dict[ControlKind, Any]] = {}
         for name in self.task_names if request.controls else []:
             try:
-                built[name] = self._build(name, length, count, planted=False)
+                built[name] = {
+                    kind: self._build(name, length, count, **_CONTROLS[kind][0])
+                    for kind, count in counts.items()
+                }
             except ValueError as error:
-                self.session.not_run.append(f"control of {name}: {error}")
-        if not built:
-            return
-        with self.session.timer("retrieval"):
-            scores = self._score_tasks(list(built.values()), "texts without their answers")
-        for name, rows in zip(built, scores, strict=True):
-            samples = {self.session.plain_label: rows}
-            self.controls.append(
-                {"task": name, "lengths": [length], "depths": depths, "samples": samples}
-            )
+                self.session.not_run.append(f"controls of {name}: {error}")
+        for kind in counts if built else ():
+            with self.session.timer("retrieval"):
+                of_kind = [controls[kind] for controls in built.values()]
+                scores = self._score_tasks(of_kind, _CONTROLS[kind][1])
+            for name, rows in zip(built, scores, strict=True):
+                record: RetrievalRecord = {
+                    "task": name,
+                    "lengths": [length],
+                    "depths": depths,
+                    "samples": {self.session.plain_label: rows},
+                }
+                self.controls.append({**record, "kind": kind})
 
     def measure(self, label: str, place: str) -> None:
         """Measure all samples under the model's present method."""
@@ -128,11 +145,9 @@ class RetrievalRun:
                     more = [at for at in pairs if at[1] == length]
                     self._measure(more, label, f"{label}, more samples")
 
-    def _build(self, name: str, length: int, count: int, planted: bool = True) -> Any:
+    def _build(self, name: str, length: int, count: int, **control: bool) -> Any:
         request = self.session.request
-        metadata = request.sample_options(chat=self.session.chat)
-        if not planted:
-            metadata["planted"] = False
+        metadata = request.sample_options(chat=self.session.chat) | control
         tokenizer, depths = self.session.tokenizer, list(request.depths)
         try:
             return lm_eval_tasks.build(name, tokenizer, [length], count, depths, **metadata)[0]

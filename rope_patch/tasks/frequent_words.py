@@ -173,6 +173,6 @@ def _zeta(ranks: int) -> Iterator[int]:
 def _refuse_control(text: samples.TextContext, task: str) -> None:
     if not text.planted:
         raise ValueError(
-            f"{task} has no control: its answer is all of its text; take planted=False for "
-            "rp_niah_* or rp_qa_* only"
+            f"{task} has no control: its answer is all of its text; take planted=False and "
+            "closed_book=True for other tasks"
         )

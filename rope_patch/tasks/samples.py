@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import cycle, islice
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ class TextContext:
         rng: Everything random comes from here; no other generator is touched.
         length: Tokens that a sample will have.
         depths: One for each sample wanted, in percent.
-        planted: False for the control: the same question, of a text without its answer, not even
+        planted: False for the controls: the same question, of a text without its answer, not even
             by chance.
         texts: Names or files that filler comes from.
         options: Further metadata of the task.
@@ -137,6 +137,7 @@ def build(
     seed: int = 42,
     per_text: int = 1,
     planted: bool = True,
+    closed_book: bool = False,
     choices: bool = False,
     chat: bool = False,
     text: str | Sequence[str] | None = None,
@@ -158,7 +159,9 @@ def build(
         depths: The answers' positions in percent of the filler.
         seed: Another seed makes other samples.
         per_text: Samples that share a text.
-        planted: False builds the control, whose texts lack the answer.
+        planted: False builds the control "no answer", whose texts lack the answer.
+        closed_book: Whether to build the control "closed book": the question without the text. Of a
+            text that is more than filler, what tells nothing of the answer stays, such as examples.
         choices: Whether the right answer is to be chosen among those to all of the text's
             questions, and decoys.
         chat: Whether the prompt will stand in the tokenizer's chat template (lm-eval's
@@ -204,27 +207,33 @@ def build(
     while len(rows) < count:
         first, number = len(rows), len(rows) // int(per_text)
         # Whole texts, also where the last is not used up: a sample is the same in any number.
-        drafts = draw(
-            TextContext(
-                rng=random.Random(f"{seed}/{ladder or task}/{length}/{number}"),
-                length=length,
-                depths=[int(depths[i % len(depths)]) for i in range(first, first + int(per_text))],
-                planted=planted,
-                texts=sources,
-                options=options,
-                tokenizer=tokenizer,
-            )
+        numbers = f"{seed}/{ladder or task}/{length}/{number}"
+        context = TextContext(
+            rng=random.Random(numbers),
+            length=length,
+            depths=[int(depths[i % len(depths)]) for i in range(first, first + int(per_text))],
+            planted=planted,
+            texts=sources,
+            options=options,
+            tokenizer=tokenizer,
         )
+        asked = drafts = draw(context)
+        if closed_book:
+            asked = draw(replace(context, rng=random.Random(numbers), planted=False))
         # All of a text's samples get the same filler, or they would not share it.
         units: int | None = None
         sizes = [cache(partial(prompt_tokens, draft)) for draft in drafts]
         for size in sizes:
             units = _fit_to_length(size, length, room, task, units)
         assert units is not None, f"{task} drew no samples"
-        for i, (draft, size) in enumerate(zip(drafts, sizes, strict=True), start=first):
+        shown = units
+        if closed_book:  # chance stays that of the text, which is not shown
+            shown = 0
+            sizes = [cache(partial(prompt_tokens, draft)) for draft in asked]
+        for i, (draft, ask, size) in enumerate(zip(drafts, asked, sizes, strict=True), first):
             row = {"id": f"{seed}/{task}/{length}/{i}", "task": task, "length": length}
-            row |= {"tokens": size(units) + room, "depth": draft.depth}
-            row |= {"text": number, "input": draft.prompt(units), "gen_prefix": draft.prefix}
+            row |= {"tokens": size(shown) + room, "depth": draft.depth}
+            row |= {"text": number, "input": ask.prompt(shown), "gen_prefix": draft.prefix}
             row |= {"answers": draft.answers, "target": draft.target}
             row["target_tokens"] = _count_tokens(tokenizer, f" {draft.target}", special=False)
             row |= draft.columns

@@ -50,7 +50,7 @@ def _generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     if not text.planted:
         raise ValueError(
             "rp_vt has no control: without its chain there is nothing to ask; take planted=False "
-            "for rp_niah_* or rp_qa_* only"
+            "and closed_book=True for other tasks"
         )
     rng = text.rng
     example_value, value = (str(value) for value in rng.sample(range(10_000, 100_000), 2))

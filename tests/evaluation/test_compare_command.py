@@ -46,7 +46,8 @@ def test_compare_measures_the_plain_model_first_and_prints_the_report_path(compa
     assert "Methods, best first by " in result.stdout
     results = results_in(folder)
     assert [m["label"] for m in results["methods"]] == ["none", "yarn ×2"]
-    assert [entry["task"] for entry in results["control"]] == ["rp_niah_single_2_ll"]
+    controls = [(entry["task"], entry["kind"]) for entry in results["control"]]
+    assert controls == [("rp_niah_single_2_ll", kind) for kind in ("no answer", "closed book")]
     assert results["run"]["command"].startswith(f"rope-patch compare {TINY} --method yarn,none")
     assert "1 of 2 methods done" in result.stderr
     assert result.stderr.startswith("plan: ")

@@ -5,17 +5,26 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.built_tasks import build_rows
 from helpers.evaluations import TASKS, TEXT, TINY, answer_lines, measured_numbers, request
 from helpers.schema import problems
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import rope_patch
 from rope_patch import statistics
-from rope_patch.evaluation import LongContextLM, RunRecord, RunsRecord, evaluate
+from rope_patch.evaluation import (
+    LongContextLM,
+    RunRecord,
+    RunsRecord,
+    RunStatistics,
+    evaluate,
+    summary_warnings,
+)
 from rope_patch.evaluation.measures import lm_eval_tasks, perplexity
 from rope_patch.lab import LabRecord, LabResults
 from rope_patch.tasks import documents
@@ -86,12 +95,46 @@ def test_all_requested_measures_are_in_the_results(finished_run):
     assert short["task"] == "rp_short_cloze"
     assert [len(short["samples"][label]) for label in LABELS] == [3, 3]
     assert {x for scores in short["samples"].values() for x in scores} <= {0, 1}
-    assert [entry["task"] for entry in results["control"]] == retrieved
+    controls = [(entry["kind"], entry["task"]) for entry in results["control"]]
+    assert controls == [*product(("no answer", "closed book"), retrieved)]
     for entry in results["control"]:
         assert entry["lengths"] == [336]
         assert list(entry["samples"]) == ["none"]
     assert results["run"]["not_run"] == []
     assert 0 < results["run"]["prompt_tokens"]["read"] < results["run"]["prompt_tokens"]["asked"]
+
+
+def test_a_task_that_the_model_answers_by_heart_is_named(tmp_path, tokenizer):
+    """The file's answers are the words that transformers writes after a question alone."""
+    bank = tmp_path / "questions.jsonl"
+
+    def write(answer):
+        places = ["attic", "barn", "cellar", "garden", "harbour", "kitchen", "library", "mill"]
+        entries = [
+            {
+                "question": f"What is in the {place}?",
+                "answers": [answer],
+                "context": [f"The {place} is old and nobody comes.", f"The {place} has {answer}."],
+            }
+            for place in places
+        ]
+        bank.write_text("\n".join(map(json.dumps, entries)))
+
+    write("a chest")
+    (row,) = build_rows("rp_qa_1", length=400, samples=1, questions=str(bank), closed_book=True)
+    ids = tokenizer(f"{row['input']} {row['gen_prefix']}", return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    written = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    write(" ".join(tokenizer.decode(written).split()[:2]))
+    asked = {"tasks": ("rp_qa_1",), "questions": str(bank), "methods": ("none",), "per_text": 1}
+    results = evaluate(request(tmp_path / "out", controls=True, samples=8, **asked))
+    (closed,) = (entry for entry in results["control"] if entry["kind"] == "closed book")
+    scores = [sample["score"] for sample in closed["samples"]["none"]]
+    assert len(scores) == 8
+    assert sum(scores) > 4
+    (warning,) = (line for line in summary_warnings(RunStatistics(results)) if "qa_1" in line)
+    assert f"without its text, {sum(scores) / 8:.0%}".replace(".0", "") in warning
+    assert warning in (tmp_path / "out" / "report.md").read_text().replace("\\_", "_")
 
 
 def test_losses_and_likelihoods_equal_those_of_transformers(finished_run, tokenizer):

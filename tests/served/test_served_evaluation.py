@@ -62,7 +62,7 @@ def test_a_server_scores_as_its_model_does_in_this_process(
     make_server, in_process, tmp_path, settings
 ):
     with make_server(**settings).running() as url:
-        results = served_run(url, tmp_path)
+        results = served_run(url, tmp_path, lambda asked: replace(asked, controls=True))
     rows, losses, short = relabelled(results)
     expected_rows, expected_losses, expected_short = relabelled(in_process)
     assert [row["id"] for row in rows] == [row["id"] for row in expected_rows]
@@ -76,6 +76,9 @@ def test_a_server_scores_as_its_model_does_in_this_process(
     assert short == expected_short
     (control,) = results["perplexity"]["control"]["losses"]
     assert len(control) > 0
+    for kind in ("no answer", "closed book"):
+        asked = [entry["task"] for entry in results["control"] if entry["kind"] == kind]
+        assert asked == [entry["task"] for entry in results["retrieval"]]
     assert list(problems(results, RunRecord)) == []
 
 

@@ -269,10 +269,37 @@ def test_controls_of_many_questions_hold_no_answer(name, per_text):
     assert not any(map(held, rows(name, planted=False, **request)))
 
 
+# Lines that tell nothing of the answer stay without the text: examples, and what nobody asks for.
+STAY = {"rp_count", "rp_graph_bfs", "rp_icl", "rp_latent_list", "rp_niah_multikey_1"}
+STAY |= {
+    "rp_nonliteral",
+    "rp_recall",
+    *(f"rp_v2_mk_niah_{step}" for step in ("easy", "medium", "hard")),
+}
+
+
+@each_control
+def test_a_closed_book_leaves_the_question_alone(name):
+    """The same question and chance; what comes before it is one for all texts: the task's words."""
+    request = {"length": max(2048, TASKS[name].length), "samples": 6, "per_text": 3}
+    before = set()
+    for row, closed in zip(built(name), rows(name, closed_book=True, **request), strict=True):
+        assert {key for key in row if closed[key] != row[key]} == {"input", "tokens"}
+        room = read_config(name)["generation_kwargs"]["max_gen_toks"]
+        prompt = load("tiny")(f"{closed['input']} {closed['gen_prefix']}").input_ids
+        assert closed["tokens"] == len(prompt) + room < row["tokens"]
+        text, question = text_and_question(closed)
+        assert question == text_and_question(row)[1]
+        assert held(closed) == []
+        before.add(text.partition(TASKS[name].head)[2] if TASKS[name].head else text)
+    assert (len(before) > 1) == (name in STAY)
+
+
+@pytest.mark.parametrize("control", [{"planted": False}, {"closed_book": True}])
 @pytest.mark.parametrize("name", SEVERAL)
-def test_a_task_whose_answer_is_all_of_the_text_has_no_control(name):
+def test_a_task_whose_answer_is_all_of_the_text_has_no_control(name, control):
     with pytest.raises(ValueError, match=f"{name} has no control"):
-        build_rows(name, planted=False)
+        build_rows(name, **control)
 
 
 # --- Scores ---------------------------------------------------------------------------------------

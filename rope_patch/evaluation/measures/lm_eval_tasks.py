@@ -32,7 +32,7 @@ def build(
         samples: Samples at each length.
         depths: The answers' positions in percent of the text.
         **metadata: Further arguments of the task's builder: seed, per_text, text, planted,
-            chat.
+            closed_book, chat.
 
     Returns:
         lm-eval task objects.

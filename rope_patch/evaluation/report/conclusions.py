@@ -622,7 +622,7 @@ def find_gaps(results: RunRecord) -> list[str]:
     missing = [one_line(note) for note in results["run"].get("not_run") or []]
     tasks = [(entry["task"], entry["samples"]) for entry in results.get("retrieval") or []]
     tasks += [
-        (f"the control of {entry['task']}", entry["samples"])
+        (f"the control of {entry['task']} ({entry.get('kind', 'no answer')})", entry["samples"])
         for entry in results.get("control") or []
     ]
     for name, samples in tasks:

@@ -98,15 +98,11 @@ _COST = (
     "repeats, which are too few for an interval."
 )
 _TIMES = "Time and memory"
-_CONTROLS = (
-    "What must fail for the rest to mean something: the plain model beyond its trained length, and "
-    "questions whose text lacks the answer. The latter are answered by guessing alone."
-)
-
-
-_NO_ANSWER = (
-    "What must fail for the rest to mean something: questions whose text lacks the answer, which "
-    "are answered by guessing alone."
+_CONTROLS = "What must fail for the rest to mean something:"
+_FAR = "the plain model beyond its trained length, and"
+_UNANSWERABLE = (
+    "questions whose text lacks the answer, or that come without a text. Whoever answers them "
+    "guesses, or knows the answer by heart."
 )
 
 
@@ -210,7 +206,7 @@ def sections(
         Section(heading=_TIMES, notes=[_COST], tables=_if_any(costs)),
         Section(
             heading="Controls",
-            notes=[_NO_ANSWER if stats.is_served else _CONTROLS],
+            notes=[" ".join([_CONTROLS, *([] if stats.is_served else [_FAR]), _UNANSWERABLE])],
             tables=_if_any(controls),
         ),
         Section(

@@ -52,10 +52,15 @@ from rope_patch.evaluation.report.tables import (
     usable_length_cell,
 )
 from rope_patch.evaluation.request import SERVED
+from rope_patch.evaluation.results_schema import ControlKind
 from rope_patch.statistics import Interval
 
 _MAX_LISTED = 4  # items of a list before "the tables show N more"; methods with sentences on costs
-_GUESSABLE_ACCURACY = 0.05  # from this accuracy without a needle on, answers count as guessable
+_GUESSABLE_ACCURACY = 0.05  # where a guess gets nothing: from here on, answers are guessable
+_CONTROLS: dict[str, ControlKind] = {
+    "from a text that lacks the answer": "no answer",
+    "without its text": "closed book",
+}
 
 
 def summary_sentences(stats: RunStatistics, ranking: Ranking | None = None) -> list[str]:
@@ -85,13 +90,19 @@ def summary_sentences(stats: RunStatistics, ranking: Ranking | None = None) -> l
 
 def summary_warnings(stats: RunStatistics) -> Iterator[str]:
     """Yield warnings about results that are in doubt."""
-    for task, length, accuracy, chance in stats.controls:
-        if accuracy.low > chance if chance else accuracy.estimate > _GUESSABLE_ACCURACY:
-            yield (
-                f"Careful: {task_name(task)} can be answered without its needle, "
-                f"{share_with_interval(accuracy)} at {length:,} tokens; its scores do not show "
-                "retrieval."
-            )
+    passed: dict[str, list[str]] = {}
+    for how, kind in _CONTROLS.items():
+        for control in stats.controls(kind):
+            accuracy, chance = control.accuracy, control.chance
+            if accuracy.low > chance if chance else accuracy.estimate > _GUESSABLE_ACCURACY:
+                guess = f", where a guess gets {percent(chance)}" if chance else ""
+                way = f"{how}, {share_with_interval(accuracy)}{guess}"
+                passed.setdefault(control.task, []).append(way)
+    for task, ways in passed.items():
+        yield (
+            f"Careful: {task_name(task)} can be answered {', and '.join(ways)}; its scores do not "
+            "show retrieval."
+        )
     for label, server in stats.servers.items():
         if not server["rotates_as_asked"]:
             name = f"server {label}" if label else "the server"

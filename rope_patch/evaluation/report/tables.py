@@ -33,7 +33,7 @@ from rope_patch.evaluation.report.table import (
     ratio_cell,
     ratio_column,
 )
-from rope_patch.evaluation.results_schema import HarnessRecord, ShortRecord
+from rope_patch.evaluation.results_schema import ControlKind, HarnessRecord, ShortRecord
 from rope_patch.statistics import (
     SIGNIFICANCE_LEVEL,
     ClusteredMean,
@@ -600,29 +600,35 @@ def harness_table(stats: RunStatistics) -> Table | None:
 
 
 def control_table(stats: RunStatistics) -> Table | None:
-    """Return what must fail: the plain model beyond its length, and texts without a needle."""
-    rows = []
+    """Return what must fail: the plain model beyond its length, and questions without answers."""
+    heads = ("whole text", "text without the answer", "no text")
+    rows: dict[tuple[str, int], tuple[Row, dict[str, Interval]]] = {}
     for label in stats.labels:
         # A server's model may be extended, so its accuracy need not fall.
         if label == stats.plain and stats.lengths_beyond_training and not stats.is_served:
             far = stats.accuracy(label, lengths=stats.lengths_beyond_training)
             if far is not None:
                 name = f"plain model beyond {stats.trained_length:,} tokens"
-                rows.append(Row(name=name, cells=_control_cells(far, "falls"), key=PLAIN))
-    for task, length, interval, chance in stats.controls:
-        expected = f"about {chance:.0%}"
-        name = f"{task_name(task)} without its needle, {length:,} tokens"
-        rows.append(
-            Row(name=name, cells=_control_cells(interval, expected), task=filter_mark(task))
-        )
+                row = Row(name=name, cells=[Cell(text="falls")], key=PLAIN)
+                rows["", 0] = row, {heads[0]: far}
+    kinds: dict[str, ControlKind] = {heads[1]: "no answer", heads[2]: "closed book"}
+    for head, kind in kinds.items():
+        for of in stats.controls(kind):
+            name = f"{task_name(of.task)}, {of.length:,} tokens"
+            expected = Cell(text=f"about {of.chance:.0%}")
+            row = Row(name=name, cells=[expected], task=filter_mark(of.task))
+            rows.setdefault((of.task, of.length), (row, {}))[1][head] = of.accuracy
     if not rows:
         return None
-    columns = [Cell(text="accuracy"), Cell(text="expected")]
+    shown = [head for head in heads if any(head in measured for _, measured in rows.values())]
     return Table(
         name="Accuracy where none is expected",
         corner="control",
-        columns=columns,
-        rows=rows,
+        columns=[Cell(text=head) for head in (*shown, "expected")],
+        rows=[
+            replace(row, cells=[*(_control_cell(measured.get(h)) for h in shown), *row.cells])
+            for row, measured in rows.values()
+        ],
         groups=[],
     )
 
@@ -742,6 +748,6 @@ def _perplexity_cell(interval: Interval, ratio: Interval | None) -> Cell:
     return replace(cell, text=cell.text + star, tip=tip)
 
 
-def _control_cells(interval: Interval, expected: str) -> list[Cell]:
+def _control_cell(interval: Interval | None) -> Cell:
     cell = _accuracy_cell(interval, "", "", beyond=False)
-    return [replace(cell, note=f"{cell.note}, {n_text(interval)}"), Cell(text=expected)]
+    return cell if interval is None else replace(cell, note=f"{cell.note}, {n_text(interval)}")

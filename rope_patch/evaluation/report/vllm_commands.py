@@ -230,7 +230,10 @@ def _omission_notes(request: EvalRequest) -> list[str]:
         if name in request.tasks
     ]
     if request.controls and request.retrieval:
-        notes.append('# controls are left out; add "planted": false to --metadata for them')
+        notes.append(
+            '# controls are left out; add "planted": false or "closed_book": true to --metadata '
+            "for them"
+        )
     if request.precision is not None:
         notes.append(
             "# precision is left out: lm-eval takes as many samples as are named in --metadata"

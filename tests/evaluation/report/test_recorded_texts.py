@@ -91,6 +91,17 @@ def guessed():
     return measured
 
 
+def by_heart():
+    """Return two tasks with one chance in four, of which one is answered without its text."""
+    measured = guessed()
+    for task, pair in (("rp_code_mc", HALF), ("rp_qa_1_mc", (0.25, 0.25))):
+        rows = samples(task, pair, lengths=(2048,))
+        closed = {"task": task, "kind": "closed book", "lengths": [2048], "depths": [10, 50, 90]}
+        closed["samples"] = {"none": [row | {"chance": 0.25} for row in rows]}
+        measured["control"].append(closed)
+    return measured
+
+
 def likely_without_the_text():
     measured = results() | UNPRICED
     for row in measured["control"][0]["samples"]["none"]:
@@ -141,6 +152,7 @@ RESULTS = {
     "nothing beyond the trained length": lambda: trained_on(32768),
     "nothing": lambda: results() | UNPRICED | {"control": [], "retrieval": []},
     "questions that can be guessed": guessed,
+    "questions that can be answered without the text": by_heart,
     "failed samples": failed,
 }
 

@@ -142,7 +142,7 @@ class LikelihoodStatistics(ComparisonStatistics):
         """
         losses = [
             loss
-            for entry in self.results.get("control") or []
+            for entry in self.control_records("no answer")
             if entry["task"] in self.likelihood_tasks
             for rows in (entry.get("samples") or {}).values()
             for loss in _answer_losses(scored_samples(entry["task"], rows)).values()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -11,6 +11,8 @@ from rope_patch import statistics
 from rope_patch.evaluation.report.table import COLOURS, PLAIN, one_line
 from rope_patch.evaluation.request import SERVED
 from rope_patch.evaluation.results_schema import (
+    ControlKind,
+    QuestionControlRecord,
     RunMetadata,
     RunRecord,
     SampleRecord,
@@ -238,16 +240,11 @@ class RetrievalStatistics(RunResults):
         bounds: Bounds = statistics.wilson,
     ) -> list[TaskAccuracy]:
         """Return the measured tasks at their lengths, each with its accuracy."""
-        cells = []
-        for name in self.averaged_tasks if task is None else [task]:
-            samples = self.samples(label, name, lengths, depth)
-            for length in sorted({s["length"] for s in samples}):
-                here = [s for s in samples if s["length"] == length]
-                chance = sum(s.get("chance") or 0.0 for s in here) / len(here)
-                clusters = _clusters(here)
-                accuracy = statistics.accuracy([s["score"] for s in here], clusters, bounds=bounds)
-                cells.append(TaskAccuracy(name, length, accuracy, chance, len(set(clusters))))
-        return cells
+        return [
+            cell
+            for name in (self.averaged_tasks if task is None else [task])
+            for cell in _cells_by_length(name, self.samples(label, name, lengths, depth), bounds)
+        ]
 
     @cached_method
     def _exact_cells(self, label: str, length: int) -> list[TaskAccuracy]:
@@ -487,18 +484,36 @@ class RetrievalStatistics(RunResults):
             if _score(sample) is None
         ]
 
-    @cached_property
-    def controls(self) -> list[tuple[str, int, Interval, float]]:
-        """Return questions on texts without the answer: task, length, accuracy, chance."""
-        rows = []
-        for entry in self.results.get("control") or []:
-            all_samples = [s for ss in (entry.get("samples") or {}).values() for s in ss]
-            samples = scored_samples(entry["task"], all_samples)
-            for length in sorted({s["length"] for s in samples}):
-                chosen = [s for s in samples if s["length"] == length]
-                chance = sum(s.get("chance") or 0.0 for s in chosen) / len(chosen)
-                rows.append((entry["task"], length, _accuracy(chosen), chance))
-        return rows
+    def control_records(self, kind: ControlKind) -> list[QuestionControlRecord]:
+        """Return the records of a control; older results have no kind, and "no answer" alone."""
+        records = self.results.get("control") or []
+        return [record for record in records if record.get("kind", "no answer") == kind]
+
+    @cached_method
+    def controls(self, kind: ControlKind) -> list[TaskAccuracy]:
+        """Return the accuracy of each task's control."""
+        return [
+            cell
+            for record in self.control_records(kind)
+            for cell in _cells_by_length(
+                record["task"],
+                scored_samples(
+                    record["task"], [s for of in record["samples"].values() for s in of]
+                ),
+            )
+        ]
+
+
+def _cells_by_length(
+    task: str, samples: list[ScoredSample], bounds: Bounds = statistics.wilson
+) -> Iterator[TaskAccuracy]:
+    """Yield a task's accuracy at each of its lengths."""
+    for length in sorted({s["length"] for s in samples}):
+        here = [s for s in samples if s["length"] == length]
+        chance = sum(s.get("chance") or 0.0 for s in here) / len(here)
+        clusters = _clusters(here)
+        accuracy = statistics.accuracy([s["score"] for s in here], clusters, bounds=bounds)
+        yield TaskAccuracy(task, length, accuracy, chance, len(set(clusters)))
 
 
 def scored_samples(task: str, samples: Sequence[SampleRecord]) -> list[ScoredSample]:
@@ -520,10 +535,6 @@ def _clusters(samples: list[ScoredSample]) -> list[int]:
     texts = [(question_of(s["task"]), s["length"], s.get("text", s["id"])) for s in samples]
     number = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     return [number[text] for text in texts]
-
-
-def _accuracy(samples: list[ScoredSample]) -> Interval:
-    return statistics.accuracy([s["score"] for s in samples], _clusters(samples))
 
 
 K = TypeVar("K")
