@@ -33,7 +33,7 @@ GROUPS := $(addprefix tests/,methods transformers_api patching encodings pretrai
 	diagnosing serving integrations architectures conformance)
 # Those of the extras: evaluation, search, training.
 EXTRAS := $(addprefix tests/,cli/test_cli.py evaluation/test_compare_command.py \
-	evaluation/test_other_models.py pretrained/test_adapters.py \
+	evaluation/test_other_models.py pretrained/test_adapters.py tasks/test_oolong_tasks.py \
 	searching/test_search_command.py searching/strategies training/test_identity.py \
 	training/data/test_documents.py training/inspection/test_inspected_parts.py)
 # `--record FILE` writes what was run, for docs/compatibility.md.
