@@ -235,7 +235,7 @@ def check_method(method: str | Extension, **arguments: Any) -> Proof:
         what came.
 
     Raises:
-        ValueError: The request is none for this method; says why.
+        ValueError: The method does not exist, or refuses the arguments.
     """
     # Here, because `patch` needs none of them.
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -243,7 +243,8 @@ def check_method(method: str | Extension, **arguments: Any) -> Proof:
     from rope_patch.patching.proof.method_rules import FINITE, check_rules
 
     extension = Extension.of(method, **arguments)
-    if not get_method(extension.method).is_dynamic and extension.factor is extension.length is None:
+    is_unsized = extension.factor is None and extension.length is None
+    if is_unsized and not get_method(extension.method).is_dynamic:
         extension = replace(extension, factor=4)
     config = LlamaConfig(**_TINY_LLAMA)
     (geometry,) = read_geometries(config, None, extension.start).values()

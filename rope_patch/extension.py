@@ -10,9 +10,9 @@ from rope_patch.methods.base import Method, require_number, require_tokens
 from rope_patch.methods.registry import build, get_method
 from rope_patch.utils.errors import Refused, did_you_mean
 
-# Published extensions go to 32 times the trained length (YaRN, Llama 3.2) or, after a search and
-# fine-tuning in steps, to 64 times (LongRoPE: 256k from 4k in one step). What is asked beyond is
-# nearly always a length that was given as a factor, or a trained length that is wrong.
+# Most published extensions go to 32 times the trained length in one step (YaRN, Llama 3.2),
+# LongRoPE to 64 times (256k from 4k). Beyond are those in several steps (LongRoPE's 2048k) or of
+# models that were extended before (UltraLong); else a number is a slip.
 MOST_TIMES = 64
 
 

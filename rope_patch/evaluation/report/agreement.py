@@ -13,9 +13,8 @@ from rope_patch.evaluation.report.results.run_statistics import RunStatistics, t
 from rope_patch.evaluation.report.table import NOTHING, Cell, Row, Table, filter_mark, first_few
 
 _MAX_QUESTIONS = 6  # that are named, of those with another score
-# Nats of one answer that two engines' float32 arithmetic leaves; bfloat16 leaves a hundred times
-# as much.
-ROUNDING = 0.01
+# Nats of one answer: what tests/engines/verifying allows two engines in float32.
+_ROUNDING = 0.01
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def agreement_lines(stats: RunStatistics) -> Iterator[str]:
         if closest.nats:
             largest = max(closest.nats)
             text += f", and right answers are as likely within {largest:.2g} nats"
-            if not closest.differing and largest <= ROUNDING:
+            if not closest.differing and largest <= _ROUNDING:
                 text += ", which is rounding"
         yield f"{text}."
         if closest.differing:
