@@ -8,7 +8,7 @@ answers are generated, scored or chosen; logits are computed only where they are
 to questions on one text are decoded together. Both answer the same lm-eval tasks with the same
 weights, and must agree.
 
-The tasks of one length that ask the same questions (`rp_count`, `rp_count_ll`) are a piece. With
+The tasks of one length that ask about the same texts (`rp_count`, `rp_count_ll`) are a piece. With
 `--out`, each piece is stored when it is done, and the same command goes on behind the last one.
 """
 
@@ -63,18 +63,19 @@ def main(
     weights = read_model(path, dtype=dtype).to("cuda" if on_gpu else "cpu")
     request = {"model": model, "samples": samples, "per_text": per_text, "depths": DEPTHS}
     rows = _earlier_rows(out, request)
-    pieces = [list(twins) for _, twins in groupby(sorted(names), key=tasks.question_of)]
+    names = sorted(names, key=lambda name: (tasks.text_of(name), name))
+    pieces = [list(alike) for _, alike in groupby(names, key=tasks.text_of)]
     for length in [int(length) for length in lengths.split(",")]:
-        for twins in pieces:
-            if any((row["tasks"], row["length"]) == (twins, length) for row in rows):
+        for alike in pieces:
+            if any((row["tasks"], row["length"]) == (alike, length) for row in rows):
                 continue
             built = [
                 lm_eval_tasks.build(name, tokenizer, [length], samples, DEPTHS, per_text=per_text)[
                     0
                 ]
-                for name in twins
+                for name in alike
             ]
-            rows.append({"tasks": twins, "length": length} | _time(weights, tokenizer, built))
+            rows.append({"tasks": alike, "length": length} | _time(weights, tokenizer, built))
             print(_line(rows[-1]), flush=True)
             if out is not None:
                 report = request | {"rows": rows, "total": _total(rows)}

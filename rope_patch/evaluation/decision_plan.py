@@ -13,7 +13,7 @@ from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.request import BASELINE, EvalRequest
 from rope_patch.evaluation.results_schema import UnscoredSample
 from rope_patch.statistics import SIGNIFICANCE_LEVEL
-from rope_patch.tasks import question_of
+from rope_patch.tasks import question_of, text_of
 
 logger = logging.getLogger("rope_patch")
 
@@ -101,8 +101,11 @@ def _likelihood_sentences(
         if at == length:
             by_question.setdefault(question_of(task), samples)
     count = sum(map(len, by_question.values()))
-    texts = sum(len({sample["text"] for sample in samples}) for samples in by_question.values())
-    questions, tasks = count / texts, len(by_question)
+    sources = {
+        (name, sample["text"]) for name, samples in by_question.items() for sample in samples
+    }
+    texts = len({(text_of(name), text) for name, text in sources})
+    questions, kinds = count / texts, len(set(map(text_of, by_question)))
     equal_depths = all(map(has_equal_depths, by_question.values()))
     deviation = text_deviation(questions, equal_depths)
     level = SIGNIFICANCE_LEVEL / methods / statistics.look_factor(int(request.until_decided))
@@ -131,7 +134,7 @@ def _likelihood_sentences(
     for example in _EXAMPLES:
         needed = statistics.required_texts(example, deviation, level)
         if needed and needed > texts:
-            each = math.ceil(needed / tasks) * math.ceil(questions)
+            each = math.ceil(needed / kinds) * math.ceil(count / len(sources))
             takes.append(f"{example:.1f} nats takes {needed:,} texts (--samples {each})")
     if takes:
         yield f"a change by {', by '.join(takes)}; --until-decided takes as many as it needs"

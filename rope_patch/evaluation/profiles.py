@@ -56,7 +56,11 @@ class Profile:
     texts: tuple[str, ...]
 
 
-_RETRIEVAL = ("rp_ruler", "rp_hard", "rp_hard_ll", "rp_choice")
+# RULERv2's answers are scored and not written: its copies are hundreds of tokens long.
+_RETRIEVAL = (
+    *("rp_ruler", "rp_hard", "rp_hard_ll", "rp_choice"),
+    *("rp_ruler2_ll", "rp_oolong", "rp_oolong_ll"),
+)
 _THOROUGH = (*_RETRIEVAL, PERPLEXITY, KEY_TOKENS, SHORT, SPEED)
 _RECALL = ("rp_recall_ll", "rp_recall_mc")
 _NOVELS = ("emma", "mansfield_park", "pride_and_prejudice", "sense_and_sensibility")
@@ -73,7 +77,11 @@ PROFILES = {
     ),
     "standard": Profile(_THOROUGH, samples=50, per_text=4, short_samples=200, texts=_NOVELS),
     "paper": Profile(
-        (*_THOROUGH, SLIDING), samples=500, per_text=4, short_samples=500, texts=_NOVELS
+        ("rp_ruler2", *_THOROUGH, SLIDING),
+        samples=500,
+        per_text=4,
+        short_samples=500,
+        texts=_NOVELS,
     ),
 }
 DEFAULT_METHODS = ("linear", "ntk", "yarn", "dynamic-yarn")

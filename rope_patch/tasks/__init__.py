@@ -24,6 +24,7 @@ __all__ = [
     "names",
     "question_of",
     "read_config",
+    "text_of",
 ]
 
 export_lazily(
@@ -48,6 +49,14 @@ def names() -> list[str]:
 def question_of(name: str) -> str:
     """Return what a task asks, however the answer is scored."""
     return name.removesuffix(LIKELIHOOD).removesuffix(CHOICE)
+
+
+def text_of(name: str) -> str:
+    """Return the name that a task's texts are drawn under; tasks of one name ask about the same."""
+    from rope_patch.tasks.samples import TEXTS_OF
+
+    question = question_of(name)
+    return TEXTS_OF.get(question, question)
 
 
 def groups() -> dict[str, list[str]]:

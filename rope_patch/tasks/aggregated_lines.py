@@ -154,10 +154,13 @@ def _generate(
     )
     plan = draw_lines(rng, topics, users, dates, aggregated)
     planted = sorted((rng.random(), write(line)) for line in plan)
-    options = _options(ask, list(_scopes(plan, users, dates)), topics)
-    questions = choose_questions(rng, options, len(text.depths), task)
+    scopes = list(_scopes(plan, users, dates))
+    options = {each: _options(each, scopes, topics) for each in _ASKS}
+    questions = choose_of_each(text, options, ask, task)
     # The control has other topics alone, and no user, date or number that is an answer.
-    answers = () if text.planted else [question.answer for question in questions]
+    answers = (
+        () if text.planted else [each.answer for asked in questions.values() for each in asked]
+    )
     if not text.planted:
         planted, dates = [], list(map(_date, range(_DAYS)))
         users = _draw_users(rng, 2 * USERS, without=answers)
@@ -170,21 +173,32 @@ def _generate(
                 filler.append(line)
         return "\n".join(insert_at_shares(filler[:n], planted))
 
+    def prompt(n: int, question: str) -> str:
+        return frame(lines=lines(n), question=question)
+
+    widest = samples.SampleDraft(
+        prompt=partial(prompt, question=longest_words(text, options)),
+        prefix=PREFIX,
+        answers=[],
+        target="",
+    )
+
     def draft(question: Question) -> samples.SampleDraft:
         guess = partial(_chance, ask, question.kind, len(plan))
         decoys: dict[_Ask, tuple[str, ...]] = {_extremes: tuple(topics), _comparisons: COMPARISONS}
         return samples.SampleDraft(
-            prompt=lambda n: frame(lines=lines(n), question=question.words),
+            prompt=partial(prompt, question=question.words),
             prefix=PREFIX,
             answers=[question.answer],
             target=question.answer,
+            widest=widest,
             decoys=decoys.get(ask, ()),
             chance=lambda n: guess()[0],
             target_chance=lambda n: guess()[1],
             columns={"question": question.kind, "aggregated": question.aggregated},
         )
 
-    return [draft(question) for question in questions]
+    return [draft(question) for question in questions[ask]]
 
 
 def fitting_units(
@@ -291,19 +305,43 @@ def _options(ask: _Ask, scopes: list[Scope], topics: list[str]) -> list[Question
     ]
 
 
-def choose_questions(
-    rng: random.Random, options: list[Question], count: int, task: str
-) -> list[Question]:
-    """Return different questions; their kinds take turns, and answers of a kind are as likely.
+def choose_of_each(
+    text: samples.TextContext, options: dict[Any, list[Question]], ask: Any, task: str
+) -> dict[Any, list[Question]]:
+    """Return different questions of each kind of task that asks about a text.
+
+    Args:
+        text: The text that is made.
+        options: All questions of each kind of task.
+        ask: The kind of the task whose samples are made.
+        task: Its name.
 
     Raises:
-        ValueError: There are not so many.
+        ValueError: There are not so many of that kind.
     """
-    if len(options) < count:
+    count = len(text.depths)
+    if len(options[ask]) < count:
         raise ValueError(
-            f"{task} finds {len(options)} different questions about this text, got per_text "
+            f"{task} finds {len(options[ask])} different questions about this text, got per_text "
             f"{count}: take fewer"
         )
+    # Each of its own, so that the text behind does not depend on how many are drawn.
+    own = {each: random.Random(text.rng.random()) for each in options}
+    return {
+        each: choose_questions(own[each], of_kind, min(count, len(of_kind)))
+        for each, of_kind in options.items()
+    }
+
+
+def longest_words(text: samples.TextContext, options: dict[Any, list[Question]]) -> str:
+    """Return the question of the most tokens, of those with the most characters."""
+    words = {question.words for of_kind in options.values() for question in of_kind}
+    longest = sorted(words, key=lambda each: (len(each), each))[-16:]
+    return max(longest, key=text.count_tokens)
+
+
+def choose_questions(rng: random.Random, options: list[Question], count: int) -> list[Question]:
+    """Return different questions; their kinds take turns, and answers of a kind are as likely."""
     kinds = list(dict.fromkeys(option.kind for option in options))
     start, left = rng.randrange(len(kinds)), list(options)
     questions: list[Question] = []
@@ -378,6 +416,7 @@ def _only_one(numbers: dict[str, int], end: Callable[[Iterable[int]], int]) -> s
     return keys[0] if len(keys) == 1 else None
 
 
+_ASKS = (_counts, _extremes, _comparisons, _users, _dates)
 _NO_SCOPES = {(_users, "user"), (_dates, "date")}
 
 

@@ -19,10 +19,11 @@ from rope_patch.tasks import dialogues, samples, scoring
 from rope_patch.tasks.aggregated_lines import (
     Question,
     best_constant,
-    choose_questions,
+    choose_of_each,
     first_line,
     fitting_units,
     insert_at_shares,
+    longest_words,
     partial_credit,
 )
 
@@ -114,9 +115,15 @@ def _generate(task: str, ask: _Ask, text: samples.TextContext) -> list[samples.S
     events = _draw_events(rng, players, fitting if is_given else max(fitting // _DENSITY, _LEAST))
     shares = sorted(rng.random() for _ in events)
     planted = [(share, _write(rng, event)) for share, event in zip(shares, events, strict=True)]
-    questions = choose_questions(rng, ask(rng, events), len(text.depths), task)
+    options = {each: each(rng, events) for each in (_roll_questions, _spell_questions)}
+    questions = choose_of_each(text, options, ask, task)
     # In the control nobody rolls or casts, and no spell is named that is an answer.
-    answers = {name for question in questions for name in question.answer.split(", ")}
+    answers = {
+        name
+        for asked in questions.values()
+        for question in asked
+        for name in question.answer.split(", ")
+    }
     named = [spell for spell in SPELLS if text.planted or spell not in answers]
     filler: list[str] = []
 
@@ -125,10 +132,21 @@ def _generate(task: str, ask: _Ask, text: samples.TextContext) -> list[samples.S
             filler.append(_other_turn(rng, players, named))
         return "\n".join(insert_at_shares(filler[:n], planted if text.planted else []))
 
+    def prompt(n: int, question: str) -> str:
+        return PROMPT.format(turns=turns(n), question=question)
+
+    widest = samples.SampleDraft(
+        prompt=partial(prompt, question=longest_words(text, options)),
+        prefix=PREFIX,
+        answers=[],
+        target="",
+    )
+
     def draft(question: Question) -> samples.SampleDraft:
         return samples.SampleDraft(
-            prompt=lambda n: PROMPT.format(turns=turns(n), question=question.words),
+            prompt=partial(prompt, question=question.words),
             prefix=PREFIX,
+            widest=widest,
             answers=question.answer.split(", "),
             target=question.answer,
             chance=lambda n: _chance(question, len(events))[0],
@@ -136,7 +154,7 @@ def _generate(task: str, ask: _Ask, text: samples.TextContext) -> list[samples.S
             columns={"question": question.kind, "aggregated": question.aggregated},
         )
 
-    return [draft(question) for question in questions]
+    return [draft(question) for question in questions[ask]]
 
 
 def _draw_events(rng: random.Random, players: list[str], total: int) -> list[Event]:

@@ -86,6 +86,8 @@ _COPY_ONE_OF_ALL = LadderStep(
     "Please copy the {order} (1 indexed) Question {number} from the context.",
     "Question {number}:",
 )
+_SINGLE = (_COPY_ONE, _COPY_AND_SOLVE, _SOLVE_ONE)
+_GROUPS = (_COPY_ALL, _COPY_ALL_THEN_ONE, _COPY_ONE_OF_ALL)
 
 
 def copy_one(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
@@ -98,49 +100,43 @@ def copy_one(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     Raises:
         ValueError: As `samples.build` and `read_bank`, or a file with too few questions.
     """
-    return _build(_draw_single, _COPY_ONE, questions, metadata)
+    return _build(_COPY_ONE, questions, metadata)
 
 
 def copy_and_solve(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     """Return samples of mk_niah_medium: copy the question, then solve it; as `copy_one`."""
-    return _build(_draw_single, _COPY_AND_SOLVE, questions, metadata)
+    return _build(_COPY_AND_SOLVE, questions, metadata)
 
 
 def solve(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     """Return samples of mk_niah_hard: solve the question with a number; as `copy_one`."""
-    return _build(_draw_single, _SOLVE_ONE, questions, metadata)
+    return _build(_SOLVE_ONE, questions, metadata)
 
 
 def copy_all(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     """Return samples of mv_niah_easy: copy the four questions of a number; as `copy_one`."""
-    return _build(_draw_groups, _COPY_ALL, questions, metadata)
+    return _build(_COPY_ALL, questions, metadata)
 
 
 def copy_all_then_one(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     """Return samples of mv_niah_medium: copy all four, then one of them; as `copy_one`."""
-    return _build(_draw_groups, _COPY_ALL_THEN_ONE, questions, metadata)
+    return _build(_COPY_ALL_THEN_ONE, questions, metadata)
 
 
 def copy_one_of_all(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     """Return samples of mv_niah_hard: copy the k-th question of a number; as `copy_one`."""
-    return _build(_draw_groups, _COPY_ONE_OF_ALL, questions, metadata)
+    return _build(_COPY_ONE_OF_ALL, questions, metadata)
 
 
-def _build(
-    draw: Callable[..., list[SampleDraft]],
-    step: LadderStep,
-    questions: str | None,
-    metadata: dict[str, Any],
-) -> dict[str, Any]:
+def _build(step: LadderStep, questions: str | None, metadata: dict[str, Any]) -> dict[str, Any]:
     bank = question_bank.read_bank(questions) if questions else None
-    ladder = step.name.rsplit("_", 1)[0]
-    draw = partial(draw, step=step, bank=bank)
-    return samples.build(draw, step.name, step.room, ladder=ladder, **metadata)
+    ladder, draw = (_SINGLE, _draw_single) if step in _SINGLE else (_GROUPS, _draw_groups)
+    return samples.build_step(partial(draw, bank=bank), step, ladder, **metadata)
 
 
 def _draw_single(
-    text: TextContext, step: LadderStep, bank: list[ChoiceQuestion] | None
-) -> list[SampleDraft]:
+    text: TextContext, bank: list[ChoiceQuestion] | None
+) -> dict[LadderStep, list[SampleDraft]]:
     """Return samples of one text whose questions have a number each."""
     rng, numbers = text.rng, needles.numbers(text.rng)
     letters = islice(cycle(rng.sample(LETTERS, len(LETTERS))), len(text.depths))
@@ -152,14 +148,14 @@ def _draw_single(
     if text.planted:
         placed += [(d, *each) for d, each in zip(text.depths, numbered, strict=True)]
     haystack = _Haystack(zip(numbers, others, strict=False), placed)
-    is_copy, is_solution = step is _COPY_ONE, step is _SOLVE_ONE
-    solved = (
-        f"{step.ask.format(number=n)}\n{step.prefix.format(number=n)} {_solution(step, question)}"
-        for n, question in shown
-    )
-    examples = "" if is_copy else _EXAMPLES.format(examples="\n\n".join(solved))
 
-    def draft(number: str, question: ChoiceQuestion, depth: int) -> SampleDraft:
+    def draft(step: LadderStep, number: str, question: ChoiceQuestion, depth: int) -> SampleDraft:
+        is_copy, is_solution = step is _COPY_ONE, step is _SOLVE_ONE
+        solved = (
+            f"{step.ask.format(number=n)}\n{step.prefix.format(number=n)} {_solution(step, each)}"
+            for n, each in shown
+        )
+        examples = "" if is_copy else _EXAMPLES.format(examples="\n\n".join(solved))
         return SampleDraft(
             prompt=partial(haystack.prompt, step.rule, examples + step.ask.format(number=number)),
             prefix=step.prefix.format(number=number),
@@ -171,12 +167,15 @@ def _draw_single(
             target_chance=_one_in_four if is_solution else None,
         )
 
-    return [draft(*each, depth) for each, depth in zip(numbered, text.depths, strict=True)]
+    return {
+        step: [draft(step, *each, depth) for each, depth in zip(numbered, text.depths, strict=True)]
+        for step in _SINGLE
+    }
 
 
 def _draw_groups(
-    text: TextContext, step: LadderStep, bank: list[ChoiceQuestion] | None
-) -> list[SampleDraft]:
+    text: TextContext, bank: list[ChoiceQuestion] | None
+) -> dict[LadderStep, list[SampleDraft]]:
     """Return samples of one text in which each number has four questions."""
     rng, numbers = text.rng, needles.numbers(text.rng)
     asked, others = _choose(text, bank, [LETTERS] * COPIES * len(text.depths))
@@ -196,7 +195,9 @@ def _draw_groups(
             placed += [(d, number, question) for d, question in zip(at, group, strict=True)]
     haystack = _Haystack(_in_groups(numbers, others), placed, samples.scattered(rng))
 
-    def draft(number: str, group: list[ChoiceQuestion], depth: int, rank: int) -> SampleDraft:
+    def draft(
+        step: LadderStep, number: str, group: list[ChoiceQuestion], depth: int, rank: int
+    ) -> SampleDraft:
         copies, one = [question.text for question in group], group[rank].text
         written = {_COPY_ALL: copies, _COPY_ALL_THEN_ONE: [*copies, one]}.get(step, [one])
         answers = copies if step is _COPY_ALL else [one]
@@ -211,7 +212,10 @@ def _draw_groups(
             chance=haystack.chance(answers),
         )
 
-    return [draft(*group, rank) for group, rank in zip(groups, ranks, strict=True)]
+    return {
+        step: [draft(step, *group, rank) for group, rank in zip(groups, ranks, strict=True)]
+        for step in _GROUPS
+    }
 
 
 def _choose(

@@ -75,6 +75,7 @@ _ANSWER_ONLY = samples.LadderStep(
     "Please answer the following question based on the documents.\n\nQuestion: {question}",
     PREFIX,
 )
+_LADDER = (_FIND_TEXT, _FIND_ANSWER, _COPY_AND_ANSWER, _ANSWER_ONLY)
 
 
 def one_hop(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
@@ -151,8 +152,8 @@ def _build_step(
                 f"{questions} has no question whose documents have at most {_LONGEST} words, which "
                 f"{step.name} asks to copy: give shorter documents"
             )
-    draw = partial(_generate_step, step=step, questions=bank)
-    return samples.build(draw, step.name, step.room, ladder="rp_v2_qa", **metadata)
+    draw = partial(_generate_steps, questions=bank)
+    return samples.build_step(draw, step, _LADDER, **metadata)
 
 
 def read_questions(path: str) -> list[DocumentQuestion]:
@@ -264,23 +265,25 @@ def _generate(
     ]
 
 
-def _generate_step(
-    text: samples.TextContext, step: samples.LadderStep, questions: list[DocumentQuestion] | None
-) -> list[samples.SampleDraft]:
+def _generate_steps(
+    text: samples.TextContext, questions: list[DocumentQuestion] | None
+) -> dict[samples.LadderStep, list[samples.SampleDraft]]:
     chosen, take = _draw_documents(text, questions, "by_description")
     # Of its own: how many documents were read before does not change a number.
     numbers = needles.numbers(random.Random(text.rng.random()))
     own = {document: next(numbers) for each in chosen for document in each.documents}
     others: list[str] = []
 
-    def prompt(units: int, ask: str) -> str:
+    def prompt(units: int, rule: str, ask: str) -> str:
         documents = take(units)
         others.extend(next(numbers) for _ in range(len(documents) - len(others)))
         rest = iter(others)
         numbered = (DOCUMENT.format(i=own.get(d) or next(rest), document=d) for d in documents)
-        return "\n\n".join([step.rule, *numbered, ask])
+        return "\n\n".join([rule, *numbered, ask])
 
-    def draft(question: DocumentQuestion, depth: int) -> samples.SampleDraft:
+    def draft(
+        step: samples.LadderStep, question: DocumentQuestion, depth: int
+    ) -> samples.SampleDraft:
         ask = step.ask.format(question=question.question, document=question.documents[-1])
         answers, target = question.answers, question.answers[0]
         if step is _FIND_TEXT:
@@ -293,14 +296,17 @@ def _generate_step(
         else:
             target = answers[0]
         return samples.SampleDraft(
-            prompt=partial(prompt, ask=ask),
+            prompt=partial(prompt, rule=step.rule, ask=ask),
             prefix=step.prefix,
             answers=answers,
             target=target,
             depth=depth,
         )
 
-    return [draft(*each) for each in zip(chosen, text.depths, strict=True)]
+    return {
+        step: [draft(step, *each) for each in zip(chosen, text.depths, strict=True)]
+        for step in _LADDER
+    }
 
 
 def _draw_documents(

@@ -19,6 +19,27 @@ from rope_patch.tasks import chat_template, texts
 
 DEPTHS = (10, 50, 90)
 
+# Tasks that ask about the same texts, by the name that the texts are drawn under.
+_SHARED_TEXTS = {
+    "rp_v2_mk_niah": ("rp_v2_mk_niah_easy", "rp_v2_mk_niah_medium", "rp_v2_mk_niah_hard"),
+    "rp_v2_mv_niah": ("rp_v2_mv_niah_easy", "rp_v2_mv_niah_medium", "rp_v2_mv_niah_hard"),
+    "rp_v2_qa": ("rp_v2_qa_basic", "rp_v2_qa_easy", "rp_v2_qa_medium", "rp_v2_qa_hard"),
+    "rp_oolong_lines": (
+        "rp_oolong_count",
+        "rp_oolong_topic",
+        "rp_oolong_compare",
+        "rp_oolong_user",
+        "rp_oolong_date",
+    ),
+    "rp_oolong_labelled_lines": (
+        "rp_oolong_count_labelled",
+        "rp_oolong_topic_labelled",
+        "rp_oolong_compare_labelled",
+    ),
+    "rp_oolong_sessions": ("rp_oolong_rolls", "rp_oolong_spells"),
+}
+TEXTS_OF = {task: texts for texts, names in _SHARED_TEXTS.items() for task in names}
+
 
 class TooShort(ValueError):
     """Error: a length has no room for a task's own words.
@@ -53,6 +74,8 @@ class SampleDraft:
             text, given the units of filler; None where that is 0.
         target_chance: The same where the target's likelihood is scored, which takes all of it.
         columns: Further columns of the sample's row.
+        widest: The longest draft of any task that asks about this text: it is fitted to the length,
+            so that all of these tasks get as much text. None where no other task does.
     """
 
     prompt: Callable[[int], str]
@@ -64,6 +87,7 @@ class SampleDraft:
     chance: Callable[[int], float] | None = None
     target_chance: Callable[[int], float] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+    widest: SampleDraft | None = None
 
 
 class LadderStep(NamedTuple):
@@ -130,6 +154,7 @@ def build(
     task: str,
     room: int,
     *,
+    shared_room: int | None = None,
     tokenizer: Any = None,
     length: int = 4096,
     samples: int | None = None,
@@ -143,7 +168,6 @@ def build(
     text: str | Sequence[str] | None = None,
     pretrained: str | None = None,
     trust_remote_code: bool = False,
-    ladder: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Build the samples of one task and length, as lm-eval's `custom_dataset`.
@@ -152,6 +176,7 @@ def build(
         draw: The task's: drafts of as many samples as `TextContext.depths` has, all of one text.
         task: The task's name.
         room: Tokens that the answer may take; they count towards the length.
+        shared_room: The most that the answer may take in any task that asks about the same texts.
         tokenizer: The model's tokenizer or its name; `pretrained` is taken if there is none.
         length: Tokens of prompt, answer prefix and room together, in all: as many as fit.
         samples: The number of samples; one for each depth unless given. Depths take turns, so the
@@ -170,8 +195,6 @@ def build(
         pretrained: The model's name, which lm-eval passes along.
         trust_remote_code: Whether to execute Python code that the tokenizer brings, as lm-eval
             passes it along.
-        ladder: What stands for the task's name in the seed: tasks with the same one draw from the
-            same random numbers.
         **options: Further metadata, for the task.
 
     Returns:
@@ -207,7 +230,7 @@ def build(
     while len(rows) < count:
         first, number = len(rows), len(rows) // int(per_text)
         # Whole texts, also where the last is not used up: a sample is the same in any number.
-        numbers = f"{seed}/{ladder or task}/{length}/{number}"
+        numbers = f"{seed}/{TEXTS_OF.get(task, task)}/{length}/{number}"
         context = TextContext(
             rng=random.Random(numbers),
             length=length,
@@ -222,6 +245,9 @@ def build(
             asked = draw(replace(context, rng=random.Random(numbers), planted=False))
         # All of a text's samples get the same filler, or they would not share it.
         units: int | None = None
+        if (widest := drafts[0].widest) is not None:
+            most = room if shared_room is None else shared_room
+            units = _fit_to_length(partial(prompt_tokens, widest), length, most, task, None)
         sizes = [cache(partial(prompt_tokens, draft)) for draft in drafts]
         for size in sizes:
             units = _fit_to_length(size, length, room, task, units)
@@ -245,6 +271,42 @@ def build(
                 row |= _choices(draft, drafts, task)
             rows.append(row)
     return {"test": Dataset.from_list(rows[:count])}
+
+
+def build_step(
+    draw: Callable[[TextContext], dict[LadderStep, list[SampleDraft]]],
+    step: LadderStep,
+    ladder: Collection[LadderStep],
+    **metadata: Any,
+) -> dict[str, Any]:
+    """Build the samples of a task of a ladder.
+
+    Tasks whose prompts begin alike get the same text: what the longest of them leaves room for.
+
+    Args:
+        draw: The ladder's: the drafts of each of these tasks.
+        step: The task.
+        ladder: All of its tasks.
+        **metadata: As of `build`.
+
+    Returns:
+        As `build`.
+
+    Raises:
+        ValueError: As `build`.
+    """
+    alike = [each for each in ladder if each.rule == step.rule]
+
+    def draw_step(text: TextContext) -> list[SampleDraft]:
+        drafts = draw(text)
+        widest = max(
+            (draft for each in alike for draft in drafts[each]),
+            key=lambda draft: text.count_tokens(f"{draft.prompt(0)} {draft.prefix}"),
+        )
+        return [replace(draft, widest=widest) for draft in drafts[step]]
+
+    room = max(each.room for each in alike)
+    return build(draw_step, step.name, step.room, shared_room=room, **metadata)
 
 
 def scattered(rng: random.Random) -> Callable[[int], list[int]]:

@@ -251,6 +251,13 @@ def test_twins_ask_the_same_questions():
     assert smallest_change(other) < smallest_change(plan(20, 2))
 
 
+def test_tasks_may_ask_about_the_same_texts():
+    same = plan(20, 2, ("rp_oolong_count_ll", "rp_oolong_topic_ll"))
+    assert same.startswith("40 questions about 10 texts at 2,048 tokens")
+    needed = {int(n) for n in re.findall(r"takes (\d+) texts", same)}
+    assert {int(n) for n in re.findall(r"--samples (\d+)", same)} == {2 * n for n in needed}
+
+
 def test_looks_cost_and_need_no_number_of_samples():
     text = plan(20, 2, until_decided=True, max_samples=96)
     assert smallest_change(text) > smallest_change(plan(20, 2))

@@ -177,10 +177,19 @@ DEFECTS = [
     Defect(
         "questions about one text are independent evidence of likelihoods",
         _LIKELIHOOD,
-        '            (question_of(s["task"]), s["length"], s["text"]),\n',
+        '            (text_of(s["task"]), s["length"], s["text"]),\n',
         '            (s["task"], s["length"], s["id"]),\n',
         (
             "tests/evaluation/report/test_conclusions.py::test_questions_about_one_text_are_one_piece_of_evidence",
+        ),
+    ),
+    Defect(
+        "tasks of a ladder, which ask about the same texts, are independent evidence",
+        "rope_patch/tasks/__init__.py",
+        "    return TEXTS_OF.get(question, question)\n",
+        "    return question\n",
+        (
+            "tests/evaluation/report/test_conclusions.py::test_tasks_that_ask_about_the_same_texts_are_one_piece_of_evidence",
         ),
     ),
     Defect(

@@ -21,7 +21,7 @@ TOPIC_OF = {
     for subject in parts[0]
     for predicate in parts[1]
 }
-LINES = [name for name in tasks.groups()["rp_oolong"] if not name.endswith(("rolls", "spells"))]
+LINES, SESSIONS = (names := tasks.groups()["rp_oolong"])[:8], names[8:]
 
 
 def words_rows(name, length=3000, **request):
@@ -108,6 +108,16 @@ def test_the_answer_is_what_reading_every_line_gives(name):
             numbers = numbers_of(row, scope)
             equals = [n for n in numbers.values() if n == numbers[row["target"]]]
             assert len(equals) == 1  # nobody else has the most or the fewest
+
+
+@pytest.mark.parametrize("planted", [True, False])
+@pytest.mark.parametrize("group", [LINES[:5], LINES[5:], SESSIONS], ids=lambda names: names[0])
+def test_tasks_ask_about_the_same_text(group, planted):
+    each = [words_rows(name, samples=6, per_text=3, planted=planted) for name in group]
+    for rows in zip(*each, strict=True):
+        assert len({row["input"].rpartition("\n")[0] for row in rows}) == 1
+        assert len({row["input"] for row in rows}) == len(group)
+        assert len({tasks.text_of(row["task"]) for row in rows}) == 1
 
 
 def test_no_sentence_names_its_topic():
@@ -239,7 +249,7 @@ def events_by_reading(row):
     return names[:count] if end == "first" else names[-count:]
 
 
-@pytest.mark.parametrize("name", ["rp_oolong_rolls", "rp_oolong_spells"])
+@pytest.mark.parametrize("name", SESSIONS)
 def test_the_answer_is_what_reading_every_turn_gives(name):
     for row in words_rows(name, samples=30, per_text=10):
         assert events_by_reading(row) == row["answers"]

@@ -263,7 +263,7 @@ def test_one_document_answers_and_others_tell_two_of_the_three_things(name):
 
 @LADDERS
 def test_steps_of_a_ladder_ask_about_the_same_in_the_same_text(ladder):
-    """The steps' own words differ in length, so one has a little more of the same filler."""
+    """One that begins otherwise has a little more or less of the same filler."""
     numbered = questions if ladder is not DOCUMENTS else documents
     for samples in zip(*map(built, ladder), strict=True):
         if ladder is DOCUMENTS:
@@ -279,6 +279,8 @@ def test_steps_of_a_ladder_ask_about_the_same_in_the_same_text(ladder):
         smallest = contents[sizes.index(min(sizes))]
         assert all({*smallest} <= {*content} for content in contents)
         assert min(sizes) > 0.6 * max(sizes)
+        medium, hard = (row["input"].split("\n\n") for row in samples[-2:])
+        assert medium[: 1 + sizes[-1]] == hard[: 1 + sizes[-1]]
 
 
 @pytest.mark.parametrize("name", ["rp_v2_qa_basic", "rp_v2_qa_easy", "rp_v2_qa_hard"])

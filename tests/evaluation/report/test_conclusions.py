@@ -60,6 +60,14 @@ def test_questions_about_one_text_are_one_piece_of_evidence():
     assert "n = 5, 1 text, p = 1" in summary_sentences(stats)[0]
 
 
+def test_tasks_that_ask_about_the_same_texts_are_one_piece_of_evidence():
+    losses, lines = {"none": 3.0, "yarn": 0.6}, ("rp_oolong_count_ll", "rp_oolong_topic_ll")
+    for tasks, n, texts in ((lines, 60, 6), ((TASK, lines[0]), 60, 12)):
+        stats = run(losses, texts=6, tasks=tasks)
+        assert stats.verdicts_on_plain(LENGTH)["yarn"].p_value == pytest.approx(2 / 2**texts)
+        assert f"n = {n}, {texts} texts" in summary_sentences(stats)[0]
+
+
 @pytest.mark.parametrize(("methods", "least"), [(1, 6), (2, 7), (4, 8), (7, 9)])
 def test_nothing_is_shown_with_fewer_texts_than_decide(methods, least):
     """With five texts nothing is, and as many as are named show the largest difference."""

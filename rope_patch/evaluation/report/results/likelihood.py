@@ -15,7 +15,7 @@ from rope_patch.evaluation.report.results.retrieval import (
     scored_samples,
 )
 from rope_patch.statistics import SIGNIFICANCE_LEVEL, ClusteredMean, MeanTest, Verdict
-from rope_patch.tasks import question_of
+from rope_patch.tasks import question_of, text_of
 
 
 class AnswerLoss(NamedTuple):
@@ -185,7 +185,7 @@ def _answer_losses(samples: Sequence[ScoredSample]) -> dict[tuple[str, str], Ans
     return {
         (s["task"], s["id"]): AnswerLoss(
             -float(nats) / tokens,
-            (question_of(s["task"]), s["length"], s["text"]),
+            (text_of(s["task"]), s["length"], s["text"]),
             (s["task"], s["length"]),
         )
         for s in samples

@@ -21,7 +21,7 @@ from rope_patch.evaluation.results_schema import (
     UsableRecord,
 )
 from rope_patch.statistics import Interval, PairedTest, UsableLength
-from rope_patch.tasks import CHOICE, LIKELIHOOD, groups, question_of
+from rope_patch.tasks import CHOICE, LIKELIHOOD, groups, question_of, text_of
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -531,8 +531,8 @@ def _score(sample: SampleRecord) -> float | None:
 
 
 def _clusters(samples: list[ScoredSample]) -> list[int]:
-    """Return numbers that samples of the same text share, also across twin tasks."""
-    texts = [(question_of(s["task"]), s["length"], s.get("text", s["id"])) for s in samples]
+    """Return numbers that samples of the same text share, also across tasks that ask about it."""
+    texts = [(text_of(s["task"]), s["length"], s.get("text", s["id"])) for s in samples]
     number = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     return [number[text] for text in texts]
 
