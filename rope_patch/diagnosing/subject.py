@@ -16,6 +16,7 @@ from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_rotaries
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.adapters import adapter_base, is_adapter
+from rope_patch.pretrained.gguf import split_gguf
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.pretrained.saving import ADAPTER_CONFIG
 from rope_patch.pretrained.sidecar import read_sidecar
@@ -186,7 +187,7 @@ def _find_rotaries(model: nn.Module) -> tuple[list[RotaryModule], str | None]:
 
 def _raw_config(path: str, config: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return the decoder's part of config.json, before transformers changes it."""
-    if "gguf_file" in options:
+    if split_gguf(path, options.get("gguf_file"))[1] is not None:
         return {}
     try:
         raw_config, _ = PreTrainedConfig.get_config_dict(path, **options)

@@ -13,6 +13,7 @@ from rope_patch.evaluation.encoding_facts import require_measurable
 from rope_patch.extension import Extension
 from rope_patch.methods import registered_methods
 from rope_patch.pretrained.device_map import require_device
+from rope_patch.pretrained.gguf import split_gguf
 from rope_patch.pretrained.loading import empty_model, require_dtype
 from rope_patch.pretrained.quantization import parse_quantization, require_unquantized
 from rope_patch.pretrained.sidecar import patch_to_restore
@@ -222,7 +223,7 @@ def check_request(request: EvalRequest, path: str, config: Any) -> None:
     require_device(request.device_map)
     if request.quantization is not None:
         quantization = parse_quantization(request.quantization)
-        require_unquantized(quantization, config, request.gguf_file)
+        require_unquantized(quantization, config, split_gguf(path, request.gguf_file)[1])
     if SPEED in request.tasks and len(set(request.methods)) < 2:
         raise ValueError("speed is a ratio to the first method's: give at least two methods")
     for text in (*request.texts, *request.haystacks):

@@ -13,9 +13,20 @@ from rope_patch.exporting import axolotl
 from rope_patch.exporting.encoding import export_encoding
 from rope_patch.exporting.engines import ENGINES, TRAINERS, require_engine, run_exporter
 from rope_patch.exporting.folder import write_folder
+from rope_patch.exporting.gguf_file import PatchedFile, patch_gguf
 from rope_patch.exporting.target import Export, Target
 
-__all__ = ["ENGINES", "TRAINERS", "Export", "Target", "export", "require_engine", "write_folder"]
+__all__ = [
+    "ENGINES",
+    "TRAINERS",
+    "Export",
+    "PatchedFile",
+    "Target",
+    "export",
+    "patch_gguf",
+    "require_engine",
+    "write_folder",
+]
 
 
 def export(model_or_config: Any, engine: str) -> Export:

@@ -68,7 +68,7 @@ def export(target: Target) -> Export:
     target.require_static(NAME)
     if target.model_type == deepseek_v4.MODEL_TYPE:
         return _deepseek_v4_export(target)
-    rotation = _single_rotation(target)
+    rotation = single_rotation(target)
     flags = _flags(target, rotation)
     fields = _fields(target, rotation) if _are_fields_written(target, flags) else None
     tensors: dict[str, list[float]] = {}
@@ -131,7 +131,7 @@ def _are_fields_written(target: Target, flags: list[str] | None) -> bool:
     return reads != "flags"
 
 
-def _single_rotation(target: Target) -> LayerRotation:
+def single_rotation(target: Target) -> LayerRotation:
     """Return the one rotation that flags and fields can set."""
     rotations = target.rotations
     if not target.layers_differ:
@@ -207,7 +207,7 @@ def _flags(target: Target, rotation: LayerRotation) -> list[str] | None:
     if file_scaling in _SCALINGS_IN_FILE:
         is_llama3_file = file_scaling == "llama3" and target.model_type in _STRETCH_TYPES
         return (
-            _flags_on_file_factors(rotation)
+            flags_on_file_factors(rotation)
             if is_llama3_file or target.model_type in ("phi3", *_GEMMA4)
             else None
         )
@@ -237,8 +237,8 @@ def _yarn_flags(parameters: dict[str, Any]) -> list[str]:
     return [*flags, "--yarn-beta-slow", _format_number(parameters.get("beta_slow", 1))]
 
 
-def _flags_on_file_factors(rotation: LayerRotation) -> list[str] | None:
-    """Return flags that multiply the file's stretches to the rotation's, or None."""
+def flags_on_file_factors(rotation: LayerRotation) -> list[str] | None:
+    """Return flags that multiply a file's stretches to the rotation's; None if no flags do."""
     own, inv_freq = rotation.checkpoint_frequencies.inv_freq, rotation.frequencies.inv_freq
     count, moving = len(own), int((own > 0).sum())
     has_other_attention = (

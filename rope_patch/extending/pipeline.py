@@ -30,6 +30,7 @@ from rope_patch.extension import require_near
 from rope_patch.inference.samples import needles_refusal
 from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.pretrained import demo
+from rope_patch.pretrained.gguf import split_gguf
 from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.recommending import recommend
@@ -85,6 +86,12 @@ def run(request: ExtendRequest) -> Extended:
 def _check(request: ExtendRequest) -> tuple[int, int]:
     """Return the trained and the target length; raise if the request cannot be met."""
     path = demo.resolve_model_path(request.model)
+    if split_gguf(path)[1] is not None:
+        raise Refused(
+            f"extend publishes a folder of safetensors, got the GGUF file {path}: see what helps "
+            "with `rope-patch recommend`, and write the file with `rope-patch patch "
+            f"{path} --method METHOD --to NEW.gguf`"
+        )
     config = read_config(path)
     if not getattr(config.get_text_config(decoder=True), "rope_parameters", None):
         raise Refused(

@@ -14,15 +14,59 @@ without flags (src/llama-model.cpp and src/llama-context.cpp, 2026-10):
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.rope_config import by_layer_type
 from rope_patch.utils.errors import Refused
+
+logger = logging.getLogger("rope_patch")
+
+
+def split_gguf(
+    path: str | os.PathLike[str], gguf_file: str | None = None
+) -> tuple[str | os.PathLike[str], str | None]:
+    """Return a model's folder and the GGUF file in it, which a path may name by itself.
+
+    Args:
+        path: A folder, a name on the Hub, or the path of a GGUF file.
+        gguf_file: The file within the folder, if it is named apart.
+    """
+    file = Path(path)
+    if gguf_file is None and file.suffix == ".gguf" and file.is_file():
+        return str(file.parent), file.name
+    return path, gguf_file
+
+
+def announce_size(file: Path, dtype: Any) -> None:
+    """Log how much memory a GGUF file's weights take when they are expanded.
+
+    Args:
+        file: The file.
+        dtype: What they are expanded to; anything but a dtype means float32.
+    """
+    from gguf import GGUFReader
+
+    tensors = GGUFReader(str(file)).tensors
+    numbers = sum(int(tensor.n_elements) for tensor in tensors)
+    largest = max(tensors, key=lambda tensor: int(tensor.n_elements))
+    given = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    to = given if isinstance(given, torch.dtype) else torch.float32
+    logger.info(
+        "%s: %s weights of %.2f GB are expanded to %.2f GB (%s)",
+        file.name,
+        largest.tensor_type.name,
+        file.stat().st_size / 1e9,
+        numbers * to.itemsize / 1e9,
+        str(to).removeprefix("torch."),
+    )
 
 
 def dense_options(gguf_file: str | None) -> dict[str, Any]:
@@ -56,6 +100,7 @@ def unmark_quantized(model: Any) -> None:
 
 _STRETCHES = "rope_freqs"
 _TWO_SETS = ("rope_factors_long", "rope_factors_short")
+STRETCH_TENSORS = (_STRETCHES, *_TWO_SETS)
 _FACTOR, _OLD_FACTOR = "scaling.factor", "scale_linear"
 _READ = ("scaling.type", _FACTOR, "scaling.original_context_length", "scaling.attn_factor")
 _BETAS = {"scaling.yarn_beta_fast": "beta_fast", "scaling.yarn_beta_slow": "beta_slow"}

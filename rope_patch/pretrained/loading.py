@@ -46,7 +46,13 @@ from rope_patch.pretrained.encoding_checkpoint import (
     unencoded_config,
     unpatch_loaded,
 )
-from rope_patch.pretrained.gguf import apply_gguf_rotation, dense_options, unmark_quantized
+from rope_patch.pretrained.gguf import (
+    announce_size,
+    apply_gguf_rotation,
+    dense_options,
+    split_gguf,
+    unmark_quantized,
+)
 from rope_patch.pretrained.sidecar import (
     SIDECAR,
     adapter_start,
@@ -133,7 +139,8 @@ def load(
     in the adapter's training, with the adapter.
 
     Args:
-        path: A folder, a model's name on the Hub, or `demo` (see `rope_patch.pretrained.demo`).
+        path: A folder, a GGUF file, a model's name on the Hub, or `demo` (see
+            `rope_patch.pretrained.demo`).
         method: A name from `rope_patch.list_methods()`, or a whole request, an `Extension`.
         factor: See `patch`.
         length: See `patch`.
@@ -256,10 +263,12 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     Raises:
         ValueError: It does not exist or is invalid; says where it was looked for and what to do.
     """
-    require_model_folder(path, kwargs.get("gguf_file"))
+    source, gguf_file = split_gguf(path, kwargs.pop("gguf_file", None))
+    require_model_folder(source, gguf_file)
+    kwargs |= {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
         kwargs.pop("max_memory", None)
-        config = AutoConfig.from_pretrained(path, **kwargs, **trust_argument())
+        config = AutoConfig.from_pretrained(source, **kwargs, **trust_argument())
     except (OSError, ImportError) as error:
         raise loading_error(path, error) from error
     except RecursionError as error:
@@ -274,12 +283,12 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         StrictDataclassError,
     ) as error:
         try:
-            file = Path(path) / "config.json"  # transformers assumes that it holds an object
+            file = Path(source) / "config.json"  # transformers assumes that it holds an object
             is_here = file.is_file()
             require_valid_rope_config(
                 parse_json(file.read_text())
                 if is_here
-                else PreTrainedConfig.get_config_dict(path)[0]
+                else PreTrainedConfig.get_config_dict(source)[0]
             )
         except ValueError as cause:  # transformers' own message is about its code
             raise loading_error(path, cause) from error
@@ -287,9 +296,9 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             pass
         raise loading_error(path, error) from error
     text = config.get_text_config(decoder=True)
-    if (gguf_file := kwargs.get("gguf_file")) is not None:
+    if gguf_file is not None:
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        apply_gguf_rotation(config, fetched_file(str(path), gguf_file, **hub))
+        apply_gguf_rotation(config, fetched_file(str(source), gguf_file, **hub))
     elif field := recorded_field(Path(path), vars(text)):
         setattr(text, FIELD, field)
     return config
@@ -335,10 +344,11 @@ def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None
     Raises:
         ValueError: It does not exist or is damaged.
     """
-    require_model_folder(path, gguf_file)
+    source, gguf_file = split_gguf(path, gguf_file)
+    require_model_folder(source, gguf_file)
     extra = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
-        return AutoTokenizer.from_pretrained(path, **extra, **trust_argument())
+        return AutoTokenizer.from_pretrained(source, **extra, **trust_argument())
     except MemoryError:
         raise
     except Exception as error:  # tokenizers' parsers raise errors of any type
@@ -411,26 +421,28 @@ def read_model(path: str | os.PathLike[str], *, any_kind: bool = False, **kwargs
     """Read a model without patching it.
 
     Args:
-        path: A folder, or a model's name on the Hub.
+        path: A folder, a GGUF file, or a model's name on the Hub.
         any_kind: Read an encoder, or an encoder with a decoder, too; see `auto_class`.
         **kwargs: Arguments of `from_pretrained`.
 
     Raises:
         ValueError: The model does not exist, is damaged or lacks tensors.
     """
-    gguf_file = kwargs.get("gguf_file")
+    source, gguf_file = split_gguf(path, kwargs.pop("gguf_file", None))
     require_device(kwargs.get("device_map"))
-    require_model_folder(path, gguf_file)
+    require_model_folder(source, gguf_file)
     if gguf_file is None:
-        require_complete_shards(Path(path))
+        require_complete_shards(Path(source))
     config = kwargs.get("config")
     if config is None:
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        config = read_config(path, **hub, **({} if gguf_file is None else {"gguf_file": gguf_file}))
+        config = read_config(source, **hub, gguf_file=gguf_file)
         kwargs["config"] = config
+    if gguf_file is not None and (file := Path(source) / gguf_file).is_file():
+        announce_size(file, kwargs.get("dtype"))
     try:
         loaded: Any = auto_class(config, any_kind=any_kind).from_pretrained(
-            path,
+            source,
             **{**kwargs, **dense_options(gguf_file), **trust_argument()},
             output_loading_info=True,
         )
@@ -519,7 +531,7 @@ def loading_error(path: str | os.PathLike[str], error: Exception, what: str = ""
     message = (one_line(str(error), MAX_LENGTH) if is_readable else "") or describe_error(
         error, MAX_LENGTH
     )
-    if Path(path).is_dir():
+    if Path(path).exists():
         return ValueError(f"cannot load {what}{path}: {message}")
     return ValueError(
         f"cannot load {what}{str(path)!r}: there is no such folder, and the Hugging Face Hub did "
@@ -585,14 +597,13 @@ def require_model_folder(path: str | os.PathLike[str], gguf_file: str | None) ->
     """Raise if a path looks like a folder but holds no model."""
     folder = Path(path)
     if not folder.exists():
+        if folder.suffix == ".gguf":
+            raise ValueError(f"no such file: {path}")
         if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1:
             raise ValueError(f"no such folder: {path}")
         return
     if not folder.is_dir():
-        raise ValueError(
-            f"{path} is a file: expected the folder it is in"
-            + (f", with gguf_file={folder.name!r}" if folder.suffix == ".gguf" else "")
-        )
+        raise ValueError(f"{path} is a file: expected a GGUF file, or the folder it is in")
     required = gguf_file or "config.json"
     if not (folder / required).is_file():
         names = sorted(p.name for p in folder.iterdir())[:5]

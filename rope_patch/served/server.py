@@ -9,6 +9,7 @@ from typing import Any
 
 from rope_patch.evaluation.request import EvalRequest
 from rope_patch.evaluation.results_schema import RotationRecord
+from rope_patch.pretrained.gguf import split_gguf
 from rope_patch.served.request import ServedRequest
 from rope_patch.utils import provenance
 from rope_patch.utils.errors import one_line
@@ -213,8 +214,9 @@ def _no_weights(against: str, request: EvalRequest, served: ServedRequest) -> st
     """Return why there are no weights to verify against; None if there are some."""
     if served.against is not None:
         return None
-    folder = Path(against)
-    names = [request.gguf_file] if request.gguf_file else _WEIGHTS
+    source, gguf_file = split_gguf(against, request.gguf_file)
+    folder = Path(source)
+    names = _WEIGHTS if gguf_file is None else [gguf_file]
     files = [file for name in names for file in folder.glob(name)] if folder.is_dir() else []
     if not files:
         return f"no weights are at hand in {against}; name them by --against MODEL"

@@ -27,6 +27,7 @@ from rope_patch.patching.architecture.mla_scale import base_softmax_scale, find_
 from rope_patch.patching.kernels.attention_forward import ReboundForward, forward_attribute
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.pretrained import demo
+from rope_patch.pretrained.gguf import split_gguf
 from rope_patch.pretrained.loading import has_tokenizer, load, read_model, read_tokenizer
 from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.transformers_api.forwards import cache_arguments
@@ -253,7 +254,7 @@ def open_subject(
             handle._restore(against)
         return
     path = demo.resolve_model_path(against) if isinstance(against, str) else against
-    gguf_file = loading.get("gguf_file")
+    gguf_file = split_gguf(path, loading.get("gguf_file"))[1]
     tokenizer = None
     if gguf_file is not None or has_tokenizer(path):
         tokenizer = read_tokenizer(path, gguf_file=gguf_file)

@@ -1,14 +1,18 @@
-"""Test that loading, verifying and diagnosing read the rotation that a GGUF file names."""
+"""Test that the rotation of a GGUF file is read, and written into a copy of it."""
 
 from pathlib import Path
 
 import engine_formulas
 import numpy as np
 import pytest
+import torch
 
 import rope_patch
+from rope_patch.exporting import patch_gguf
+from rope_patch.pretrained.loading import read_model
 
 gguf = pytest.importorskip("gguf")
+write_gguf = pytest.importorskip("helpers.tiny_gguf").write_gguf  # it needs gguf, too
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 
@@ -129,3 +133,122 @@ def test_what_no_config_says_is_refused(tmp_path, keys, stretches, architecture,
         rope_patch.diagnose(tmp_path, gguf_file=name)
     with pytest.raises(rope_patch.Refused, match=fact):
         rope_patch.verify(tmp_path / name, against=TINY)
+
+
+# -- files that are patched ------------------------------------------------------------------------
+
+
+def keys_of(path):
+    reader = gguf.GGUFReader(str(path))
+    return {name: field.contents() for name, field in reader.fields.items() if name[0] != "G"}
+
+
+def patched(tmp_path, keys, stretches, method, **request):
+    """Return the new file, and the patched model's frequencies and attention factor."""
+    source, new = tmp_path / write(tmp_path, keys, stretches), tmp_path / "new.gguf"
+    written = patch_gguf(source, new, method, **request)
+    model = rope_patch.load(source, method, **request)
+    assert written.length == rope_patch.current(model).length
+    rotary = model.model.rotary_emb
+    return new, rotary.inv_freq.double().numpy(), rotary.attention_scaling
+
+
+@pytest.mark.parametrize(
+    ("method", "request_"),
+    [
+        ("yarn", {"factor": 8.0}),
+        ("yarn", {"length": 100, "beta_fast": 16.0, "attention_factor": 1.0}),
+        ("linear", {"factor": 2.0}),
+        ("ntk", {"factor": 4.0}),
+        ("abf", {"factor": 4.0}),
+    ],
+)
+@pytest.mark.parametrize("keys", [{}, YARN, {**LINEAR, **BETAS}, {"rope.scale_linear": 4.0}])
+def test_a_patched_file_rotates_as_the_patched_model(tmp_path, keys, method, request_):
+    request = {"start": "unscaled", "trained_length": 16, **request_}
+    new, inv_freq, factor = patched(tmp_path, keys, None, method, **request)
+    named = keys_of(new)
+    rope = {name.partition(".")[2]: value for name, value in named.items() if ".rope." in name}
+    file = {"size": SIZE, "context_length": named["llama.context_length"], **rope}
+    arguments = ["-c", str(named["llama.context_length"])]
+    own, own_factor = engine_formulas.rotate_gguf(file, arguments)
+    np.testing.assert_allclose(inv_freq, own, rtol=2e-6)
+    assert factor == pytest.approx(own_factor, rel=1e-6)
+    old = keys_of(tmp_path / "tiny.gguf")
+    changes = {name for name in {*old, *named} if old.get(name) != named.get(name)}
+    assert all(".rope." in name or name.endswith(".context_length") for name in changes)
+
+
+def test_a_patched_file_keeps_the_weights_to_the_bit(tmp_path):
+    write_gguf(TINY, tmp_path / "tiny.gguf", 256, quantized=True, with_tokenizer=True)
+    patch_gguf(tmp_path / "tiny.gguf", tmp_path / "new.gguf", "yarn", factor=4.0)
+    old, new = (gguf.GGUFReader(str(tmp_path / f"{name}.gguf")) for name in ("tiny", "new"))
+    assert [t.name for t in old.tensors] == [t.name for t in new.tensors]
+    for before, after in zip(old.tensors, new.tensors, strict=True):
+        assert before.tensor_type == after.tensor_type
+        assert before.data.tobytes() == after.data.tobytes()
+    plain = read_model(tmp_path / "new.gguf")
+    asked = rope_patch.load(tmp_path / "tiny.gguf", "yarn", factor=4.0)
+    tokens = torch.arange(400)[None] % 250
+    with torch.no_grad():
+        torch.testing.assert_close(plain(tokens).logits, asked(tokens).logits, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["linear", "abf"])
+def test_stretches_stay_beside_a_theta_or_one_factor(tmp_path, method):
+    new, inv_freq, _ = patched(tmp_path, {}, STRETCHES, method, factor=2.0)
+    keys = keys_of(new)
+    file = {"rope.scaling.factor": keys.get("llama.rope.scaling.factor", 1.0)}
+    file["rope.freq_base"] = keys["llama.rope.freq_base"]
+    own, _ = as_llama_cpp(file, STRETCHES)
+    np.testing.assert_allclose(inv_freq, own, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "stretches", "fact"),
+    [
+        ("dynamic-yarn", {}, None, "no config has a form"),
+        ("self-extend", {}, None, "position map|positions"),
+        (
+            "longrope",
+            {"long_factor": STRETCHES, "short_factor": STRETCHES},
+            None,
+            "keys of a GGUF file say a theta, linear",
+        ),
+        ("yarn", {}, STRETCHES, "a stretch for each pair"),
+    ],
+)
+def test_what_no_keys_say_is_refused_and_nothing_is_written(
+    tmp_path, method, options, stretches, fact
+):
+    source = tmp_path / write(tmp_path, {}, stretches)
+    with pytest.raises(rope_patch.Refused, match=fact):
+        patch_gguf(source, tmp_path / "new.gguf", method, factor=2.0, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+def test_a_patched_file_is_a_new_one(tmp_path):
+    source = tmp_path / write(tmp_path, {})
+    with pytest.raises(rope_patch.Refused, match="exists already"):
+        patch_gguf(source, source, "yarn", factor=2.0)
+    with pytest.raises(rope_patch.Refused, match=r"ends with \.gguf"):
+        patch_gguf(source, tmp_path / "folder", "yarn", factor=2.0)
+
+
+def test_a_file_is_a_model_like_any_other(tmp_path, caplog):
+    caplog.set_level("INFO", logger="rope_patch")
+    write_gguf(TINY, tmp_path / "tiny.gguf", 256, quantized=True, with_tokenizer=True)
+    file = tmp_path / "tiny.gguf"
+    by_path = rope_patch.load(file, "yarn", factor=4.0)
+    assert "tiny.gguf: Q8_0 weights of" in caplog.text
+    by_name = rope_patch.load(tmp_path, "yarn", factor=4.0, gguf_file="tiny.gguf")
+    for name, tensor in by_name.state_dict().items():
+        assert torch.equal(by_path.state_dict()[name], tensor), name
+    assert f"rope_patch.load('{file}'" in str(rope_patch.diagnose(file, length=1024))
+    request = {"tasks": ["rp_recall_ll"], "samples": 6, "dtype": "float32"}
+    request |= {"out": str(tmp_path / "report"), "controls": False}
+    measured = rope_patch.compare(file, ["yarn"], factor=4, lengths=[512], **request)
+    assert "tiny.gguf" in (tmp_path / "report" / "report.md").read_text()
+    assert measured is not None
+    with pytest.raises(ValueError, match="no such file"):
+        rope_patch.load(tmp_path / "other.gguf", "yarn", factor=4.0)

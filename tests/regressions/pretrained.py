@@ -34,7 +34,7 @@ DEFECTS = [
     Defect(
         "a model of a GGUF file is loaded without the rotation that the file names",
         "rope_patch/pretrained/loading.py",
-        "        apply_gguf_rotation(config, fetched_file(str(path), gguf_file, **hub))\n",
+        "        apply_gguf_rotation(config, fetched_file(str(source), gguf_file, **hub))\n",
         "        fetched_file(str(path), gguf_file, **hub)\n",
         ("tests/exporting/test_gguf_rotation.py::test_the_files_rotation_is_read",),
     ),

@@ -24,6 +24,7 @@ from rope_patch.exporting.target import Target, nest_fields
 from rope_patch.methods.registry import find_method
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained import demo
+from rope_patch.pretrained.gguf import split_gguf
 from rope_patch.pretrained.loading import empty_model, read_config, read_tokenizer
 from rope_patch.pretrained.sidecar import extension_from_sidecar, read_sidecar
 from rope_patch.tasks import chat_template
@@ -66,7 +67,7 @@ def engine_commands(engine: str, request: EvalRequest) -> list[str]:
             f"{engine} quantises by itself, so --quantization {request.quantization} does not go "
             f"into its commands: give it a quantised checkpoint, or {_ALTERNATIVE}"
         )
-    if request.gguf_file is not None:
+    if split_gguf(path, request.gguf_file)[1] is not None:
         raise ValueError(
             f"{engine} reads no GGUF file within a folder as transformers does: give a folder of "
             f"safetensors, or {_ALTERNATIVE}"

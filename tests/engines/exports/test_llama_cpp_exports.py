@@ -4,11 +4,16 @@ llama.cpp's own converter makes the GGUF files, with words that stand for token 
 tokenizer.
 """
 
+from pathlib import Path
+
 import pytest
+
+import rope_patch
 
 pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
 from export_servers import convert, find_converter, llama_cpp
+from helpers.tiny_gguf import write_gguf
 from tiny_checkpoints import CASES, LEAST_MARGIN, export_error, print_export
 
 pytestmark = [
@@ -95,3 +100,13 @@ def test_llama_cpp_truncates_the_ramp_of_gpt_oss(folder_of, convertible, tmp_pat
     with llama_cpp(path, ["-c", "2048"], tmp_path / "log.txt") as url:
         assert CASES["gpt-oss"].verify(url, folder).status != "as-asked"
         assert CASES["gpt-oss, truncated yarn"].verify(url, folder).status == "as-asked"
+
+
+@pytest.mark.parametrize("method", ["yarn", "linear", "ntk"])
+def test_a_patched_file_rotates_without_flags(method, tmp_path):
+    tiny, new = Path(__file__).parents[2] / "assets" / "tiny-llama", tmp_path / "new.gguf"
+    write_gguf(tiny, tmp_path / "tiny.gguf", 256, quantized=True)
+    rope_patch.exporting.patch_gguf(tmp_path / "tiny.gguf", new, method, factor=4)
+    with llama_cpp(new, ["-c", "1024"], tmp_path / "log.txt") as url:
+        found = rope_patch.verify(url, against=tiny, method=method, factor=4, progress=False)
+    assert found.status == "as-asked"
