@@ -597,7 +597,7 @@ def _family_panel(
             if points:
                 label = f"{name} + {method}" if dashed else name
                 spans = [] if dashed else intervals
-                dashes = _DASHES[min(nth, len(_DASHES)) - 1] if dashed else None
+                dashes = _DASHES[min(nth, len(_DASHES)) - 1] if dashed else ()
                 lines.append(Line(label, key, points, marker, "", spans, dashes))
     return Panel(
         lines,

@@ -41,7 +41,8 @@ _LIMITS = (
     "to high where they have signs (of times: the smallest and largest of the repeats); n is how "
     "many samples they rest on, and as how many those count that share a text, also where several "
     "tasks ask the same samples.",
-    "The plain model, the control and the best three methods have a colour; the others are grey.",
+    "Each method has its own marker, and its colour with its dashes, the same in every figure; "
+    "colours alone repeat after seven methods.",
     "Perplexity is of well-known books that every model has read: fine for comparing methods on "
     "one model, no claim about unseen text or between models.",
     "A flat curve does not prove that far context is used; only retrieval does.",
