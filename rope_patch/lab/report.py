@@ -542,7 +542,7 @@ def draw_length_figure(results: LabResults, task: str) -> Picture:
     if task == TEXT:
         values = [y for panel in panels for line in panel.lines for _, y in line.points]
         pad = 0.06 * (max(values) - min(values)) + 0.01
-        limits = (min(values) - pad, max(values) + pad)
+        limits = (max(min(values) - pad, 0.0), max(values) + pad)
         panels = [replace(panel, y_limits=limits) for panel in panels]
     alt = f"{unit(task, quantity)} against test length, a line per encoding, extensions dashed"
     return draw_panels(f"length-{task}", _QUESTIONS[task], alt, panels)
@@ -610,4 +610,5 @@ def _family_panel(
         as_percent=quantity == RIGHT,
         bands=False,
         ticks=[float(n) for n in results.tests],
+        least=0.0,
     )

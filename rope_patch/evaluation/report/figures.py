@@ -130,7 +130,7 @@ def _answer_panels(stats: RunStatistics, ranking: Ranking) -> list[Panel]:
     for label in stats.labels:
         losses = {length: stats.answer_loss(label, length) for length in stats.lengths}
         curves[label] = {length: loss.mean for length, loss in losses.items() if loss is not None}
-    panels = _panels(stats, ranking, curves, "length (tokens)", _PER_TOKEN)
+    panels = _panels(stats, ranking, curves, "length (tokens)", _PER_TOKEN, 0.0)
     if panels and stats.floor is not None:
         floor = stats.floor.mean.estimate
         at = [(float(length), floor) for length in stats.lengths]
@@ -145,13 +145,13 @@ def _accuracy_panels(stats: RunStatistics, ranking: Ranking) -> list[Panel]:
         curves[label] = {length: interval for length, interval in at.items() if interval}
     if len({i.estimate for curve in curves.values() for i in curve.values()}) < 2:
         return []  # the same accuracy everywhere is a line of text
-    panels = _panels(stats, ranking, curves, "length (tokens)", "accuracy, mean of tasks")
+    panels = _panels(stats, ranking, curves, "length (tokens)", "accuracy, mean of tasks", 0.0)
     return [_at_lengths(replace(panel, as_percent=True)) for panel in panels]
 
 
 def _perplexity_panels(stats: RunStatistics, ranking: Ranking) -> list[Panel]:
     curves = {label: stats.curve(label) for label in stats.losses}
-    panels = _panels(stats, ranking, curves, "position in the text (tokens)", "perplexity")
+    panels = _panels(stats, ranking, curves, "position in the text (tokens)", "perplexity", 1.0)
     for name, curve in controls(stats) if panels else []:
         points = [(float(end), interval.estimate) for end, interval in curve.items()]
         panels[0].lines.append(Line(name, CONTROL, points, "o"))
@@ -160,7 +160,7 @@ def _perplexity_panels(stats: RunStatistics, ranking: Ranking) -> list[Panel]:
 
 def _sliding_panels(stats: RunStatistics, ranking: Ranking) -> list[Panel]:
     curves = {label: stats.sliding(label) for label in stats.labels}
-    panels = _panels(stats, ranking, curves, "context (tokens)", "perplexity")
+    panels = _panels(stats, ranking, curves, "context (tokens)", "perplexity", 1.0)
     return [_at_lengths(panel) for panel in panels]
 
 
@@ -173,7 +173,12 @@ def _at_lengths(panel: Panel) -> Panel:
 
 
 def _panels(
-    stats: RunStatistics, ranking: Ranking, curves: Mapping[str, Curve], x: str, y: str
+    stats: RunStatistics,
+    ranking: Ranking,
+    curves: Mapping[str, Curve],
+    x: str,
+    y: str,
+    least: float,
 ) -> list[Panel]:
     """Return one panel of curves with their intervals; none without a curve."""
     points = {
@@ -189,7 +194,7 @@ def _panels(
         for label, curve in curves.items()
     }
     lines = _lines(stats, ranking, points, intervals)
-    return [Panel(lines, stats.trained_length, x, y)] * bool(lines)
+    return [Panel(lines, stats.trained_length, x, y, least=least)] * bool(lines)
 
 
 def _stretch_panels(stats: RunStatistics, ranking: Ranking) -> list[Panel]:
@@ -350,6 +355,7 @@ class Panel:
             point, or each leading line where more than eight lines have intervals.
         ticks: Ticks of x; chosen where there are none.
         y_limits: The ends of y, such as those of the panels beside it; chosen if None.
+        least: The smallest possible y: neither intervals nor the axis reach below it.
     """
 
     lines: list[Line]
@@ -363,6 +369,7 @@ class Panel:
     bands: bool = True
     ticks: list[float] = field(default_factory=list)
     y_limits: tuple[float, float] | None = None
+    least: float = -math.inf
 
 
 def draw_panels(
@@ -484,13 +491,13 @@ def _draw_line(axes: Axes, panel: Panel, number: int, roof: float, transform: An
     intervals = [i for i in line.intervals if i[1] <= roof] if _shows_intervals(panel, line) else []
     if intervals:
         at, low, high = zip(*intervals, strict=True)
-        top = [min(value, roof) for value in high]
+        bottom, top = [max(v, panel.least) for v in low], [min(v, roof) for v in high]
         if panel.bands:
             band: Any = {"color": colour, "alpha": 0.13, "lw": 0, "zorder": 2.5}
-            artists.append(axes.fill_between(at, low, top, **band))
+            artists.append(axes.fill_between(at, bottom, top, **band))
         else:
             whisker: Any = {"color": colour, "lw": 1.2, "alpha": 0.75, "zorder": order}
-            artists.append(axes.vlines(at, low, top, transform=transform, **whisker))
+            artists.append(axes.vlines(at, bottom, top, transform=transform, **whisker))
     off = [point[0] for point in line.points if point[1] > roof]
     if off:
         artists += axes.plot(off, [roof] * len(off), "^", color=colour, ms=10, zorder=3)
@@ -540,7 +547,7 @@ def _scale_y(axes: Axes, panel: Panel) -> float:
     """Set the y axis, logarithmic over a factor of 5; return where larger values are drawn."""
     if panel.as_percent:
         axes.set_ylim(-0.03, 1.05)
-        axes.yaxis.set_major_locator(MultipleLocator(0.2))
+        axes.yaxis.set_major_locator(FixedLocator([n / 5 for n in range(6)]))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         return 1.0
     if panel.y_limits is not None:
@@ -550,13 +557,14 @@ def _scale_y(axes: Axes, panel: Panel) -> float:
     values = [y for line in panel.lines for _, y in line.points]
     shown = [value for value in values if 0 < value <= _OFF_SCALE] or [1.0]
     spans = [i for line in panel.lines if _shows_intervals(panel, line) for i in line.intervals]
-    low = min([*shown, *(bottom for _, bottom, _ in spans if bottom > 0)])
+    bottoms = [max(bottom, panel.least) for _, bottom, _ in spans]
+    low = min([*shown, *(bottom for bottom in bottoms if bottom > 0)])
     # Intervals widen the axis, but a wide one must not flatten the lines.
     high = max([*shown, *(top for _, _, top in spans if top <= 2 * max(shown))])
     off = any(value > _OFF_SCALE for value in values)
     if panel.log_y and high / low > 5:
         roof = high * 1.5 if off else high
-        floor, ceiling = low / 1.25, roof * (roof / low) ** 0.1
+        floor, ceiling = max(low / 1.25, panel.least), roof * (roof / low) ** 0.1
         axes.set_yscale("log")
         axes.set_ylim(floor, ceiling)
         axes.yaxis.set_major_locator(FixedLocator(log_ticks(floor, ceiling)))
@@ -564,7 +572,7 @@ def _scale_y(axes: Axes, panel: Panel) -> float:
     else:
         pad = max(high - low, 0.05 * high) * 0.12
         roof = high + 3 * pad if off else high
-        axes.set_ylim(0 if not panel.log_y else low - pad, roof + 2 * pad)
+        axes.set_ylim(max(low - pad, panel.least) if panel.log_y else 0, roof + 2 * pad)
     axes.yaxis.set_major_formatter("{x:,.10g}")
     return roof
 

@@ -8,9 +8,11 @@ from xml.etree import ElementTree
 
 import numpy
 import pytest
-from helpers.report_results import many, results, retrieval
+from helpers.report_results import LABELS, many, perplexity, results, retrieval
 
 pytest.importorskip("matplotlib")
+
+from matplotlib.figure import Figure
 
 from rope_patch import evaluation
 from rope_patch.evaluation import (
@@ -181,6 +183,55 @@ def test_the_trained_length_is_marked_among_answers_wherever_it_is(trained):
     measured["run"]["trained_length"] = trained
     for svg in draw_figures(*ranked(measured))["answers"].svgs.values():
         assert f"trained on {trained:,}" in texts(svg)
+
+
+def drawn_values(axes):
+    """Return the values of everything that is drawn along y, and the ends and ticks of the axis."""
+    lines = [list(line.get_ydata()) for line in axes.lines]
+    values = [y for line in lines if line != [0, 1] for y in line]  # but the trained length's
+    for drawn in axes.collections:  # bands and whiskers
+        values += [y for path in drawn.get_paths() for y in path.vertices[:, 1]]
+    low, high = axes.get_ylim()
+    return values, low, [tick for tick in axes.get_yticks() if low <= tick <= high]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_no_figure_reaches_where_its_quantity_cannot(monkeypatch):
+    measured = with_answers_alone()
+    for label, rows in measured["retrieval"][0]["samples"].items():
+        for sample in rows:  # of two texts, nearly certain: Student's t reaches below 0
+            sample |= {"text": sample["text"] % 2, "score": float(label == "none")}
+            sample["log_likelihood"] = -0.01 - 0.3 * sample["text"]
+    rng = random.Random(0)
+    nats = {label: [[rng.uniform(0, 0.02) for _ in range(128)]] * 2 for label in LABELS[:2]}
+    sliding = {"stride": 256, "lengths": [2048, 8192]}
+    sliding["losses"] = {label: {"2048": [[0.0]], "8192": [[0.01, 0.0]]} for label in LABELS[:2]}
+    measured["perplexity"] = perplexity(LABELS[:2]) | {"losses": nats, "sliding": sliding}
+    stats, ranking = ranked(measured)
+    assert min(stats.answer_loss("none", n).mean.low for n in stats.lengths) < 0
+
+    axes = {}
+    save = Figure.savefig
+
+    def note(figure, file, **options):
+        axes.setdefault(figure.axes[0].get_ylabel(), []).append(figure.axes[0])
+        save(figure, file, **options)
+
+    monkeypatch.setattr(Figure, "savefig", note)
+    draw_figures(stats, ranking)
+    ends = {
+        "nats a token": (0, math.inf),
+        "accuracy, mean of tasks": (0, 1),
+        "perplexity": (1, math.inf),
+    }
+    assert ends.keys() <= axes.keys()
+    for quantity, (least, most) in ends.items():
+        for drawn in axes[quantity]:
+            values, low, ticks = drawn_values(drawn)
+            assert values
+            outside = [v for v in (*values, *ticks) if not least <= v <= most]
+            assert outside == [], quantity
+            assert low >= least - 0.03, quantity  # the margin of a share
 
 
 @pytest.mark.usefixtures("undrawn")
