@@ -64,7 +64,8 @@ class Look:
 
 # What the others are compared with: its colour is no other line's, nor is its marker.
 BASE_LOOK = Look("m1", "o")
-_LINE_COLOURS = ("m0", "m2", "m3", "m4", "m5", "m6", "m7")
+# The one that is dim on a dark page comes late.
+_LINE_COLOURS = ("m0", "m2", "m3", "m5", "m6", "m4", "m7")
 _MARKERS = ("s", "D", "v", "^", "P", "X", "<", ">", "h", "p", "*")
 # Dots alone are the control's.
 _DASHES = ((), (6.0, 2.0), (2.5, 1.5), (7.0, 1.5, 1.5, 1.5))
