@@ -61,10 +61,10 @@ def evaluate(
     The model is loaded here, or it is what a server holds (vLLM, SGLang, llama.cpp): that one is
     measured as it is, with prompts of token ids.
 
-    Writes report.html (one file, no network), report.md, report.json, the figures, and lm-eval's
-    own results. The same command continues a run that was stopped, and tries again what failed.
-    Nothing is downloaded but the model: texts and samples come with the package. On several GPUs:
-    accelerate launch --no_python rope-patch eval ...
+    Writes report.html (one file, no network), report.md, report.json, model-index.yaml (for a model
+    card), the figures, and lm-eval's own results. The same command continues a run that was
+    stopped, and tries again what failed. Nothing is downloaded but the model: texts and samples
+    come with the package. On several GPUs: accelerate launch --no_python rope-patch eval ...
 
     \b
     Examples:

@@ -25,6 +25,7 @@ export_lazily(
         "profiles": "choose_profile comparison_request default_lengths fit_tasks PROFILES",
         "report.figures": "depth_maps draw_figures draw_heat_maps log_ticks",
         "report.merging": "add_other_weights merge_runs",
+        "report.model_index": "evaluations model_index",
         "report.results.run_statistics": "RunStatistics",
         "report.summary": "fitted_table summary_sentences summary_table summary_warnings",
         "report.table": (

@@ -15,6 +15,8 @@ from typing import Any
 from rope_patch.diagnosing import diagnose
 from rope_patch.diagnosing.encoding_diagnosis import EncodingDiagnosis
 from rope_patch.evaluation.encoding_facts import model_lengths
+from rope_patch.evaluation.report.model_index import evaluations
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.extending import fine_tuning, proof, publication
 from rope_patch.extending.progress_page import ProgressPage
 from rope_patch.extending.proof import Candidate, compared_candidates, trained_candidate
@@ -361,7 +363,7 @@ class _Extension:
                 "length": self.length,
                 "sentences": comparison["sentences"],
                 "usable": proof.usable_text(results, comparison["label"]),
-                "evaluations": proof.card_evaluations(results, comparison["label"]),
+                "evaluations": evaluations(RunStatistics(results), comparison["label"]),
                 "table": table,
                 "lines": lines,
                 "left_out": self.left_out,

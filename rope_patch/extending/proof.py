@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from huggingface_hub import EvalResult
-
 from rope_patch.evaluation import pipeline
 from rope_patch.evaluation.profiles import fit_tasks
 from rope_patch.evaluation.report.conclusions import Ranking, is_shown_to_help, verdict_sentence
@@ -240,38 +238,6 @@ def usable_text(results: RunRecord, label: str) -> str:
     stats = RunStatistics(results)
     usable = stats.usable_length(label)
     return f"not shown: {stats.nothing_to_keep}" if usable is None else str(usable)
-
-
-def card_evaluations(results: RunRecord, label: str) -> list[EvalResult]:
-    """Return what the hub reads from a card: accuracy at each length, and the usable length."""
-    stats = RunStatistics(results)
-    shared: dict[str, Any] = {"task_type": "text-generation", "dataset_type": "rope_patch"}
-    tasks = ", ".join(stats.averaged_tasks)
-    evaluations = [
-        EvalResult(
-            **shared,
-            dataset_name=f"{tasks} at {length:,} tokens",
-            dataset_config=str(length),
-            metric_type="accuracy",
-            metric_value=round(share.estimate, 4),
-            metric_name=f"accuracy, 95% interval {share.low:.3f} to {share.high:.3f}, "
-            f"n = {share.n:g}",
-        )
-        for length in stats.lengths
-        if (share := stats.accuracy(label, lengths=(length,))) is not None
-    ]
-    usable = stats.usable_length(label)
-    if usable is not None and usable.stated is not None:
-        evaluations.append(
-            EvalResult(
-                **shared,
-                dataset_name=tasks,
-                metric_type="usable_length",
-                metric_value=usable.stated,
-                metric_name=f"usable length: {usable}",
-            )
-        )
-    return evaluations
 
 
 def _planned(pilot: EvalRequest, sample_plan: dict[str, Any]) -> EvalRequest:

@@ -542,7 +542,7 @@ def draw_length_figure(results: LabResults, task: str) -> Picture:
     if task == TEXT:
         values = [y for panel in panels for line in panel.lines for _, y in line.points]
         pad = 0.06 * (max(values) - min(values)) + 0.01
-        limits = (min(values) - pad, max(values) + pad)
+        limits = (max(min(values) - pad, 0.0), max(values) + pad)
         panels = [replace(panel, y_limits=limits) for panel in panels]
     alt = f"{unit(task, quantity)} against test length, a line per encoding, extensions dashed"
     return draw_panels(f"length-{task}", _QUESTIONS[task], alt, panels)
@@ -597,7 +597,7 @@ def _family_panel(
             if points:
                 label = f"{name} + {method}" if dashed else name
                 spans = [] if dashed else intervals
-                dashes = _DASHES[min(nth, len(_DASHES)) - 1] if dashed else None
+                dashes = _DASHES[min(nth, len(_DASHES)) - 1] if dashed else ()
                 lines.append(Line(label, key, points, marker, "", spans, dashes))
     return Panel(
         lines,
@@ -610,4 +610,5 @@ def _family_panel(
         as_percent=quantity == RIGHT,
         bands=False,
         ticks=[float(n) for n in results.tests],
+        least=0.0,
     )

@@ -179,7 +179,8 @@ def test_methods_give_different_results_of_the_same_samples(finished_run):
 
 def test_the_folder_holds_the_report_and_the_lm_eval_results(finished_run):
     folder, results = finished_run
-    assert {"report.html", "report.md", "report.json"} <= {path.name for path in folder.iterdir()}
+    files = {"report.html", "report.md", "report.json", "model-index.yaml"}
+    assert files <= {path.name for path in folder.iterdir()}
     assert json.loads((folder / "first.json").read_text())["methods"] == results["methods"]
     (path,) = (folder / "lm_eval").glob("*yarn*448*")
     lm_eval_results = json.loads(path.read_text())

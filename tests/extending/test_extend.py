@@ -75,11 +75,18 @@ def test_the_card_names_method_lengths_evidence_and_gaps(finished):
     assert name == "tiny-llama"
     report = json.loads((result.folder / "report" / "report.json").read_text())
     stats = RunStatistics(report)
-    accuracies = {e.dataset_config: e.metric_value for e in evaluations if e.dataset_config}
-    assert accuracies == {
-        str(length): round(stats.accuracy(result.method, lengths=(length,)).estimate, 4)
-        for length in stats.lengths
+    accuracies = {
+        (e.dataset_args["task"], e.dataset_args["length"]): e.metric_value
+        for e in evaluations
+        if e.metric_type == "accuracy" and {"task", "length"} <= e.dataset_args.keys()
     }
+    assert accuracies == {
+        (task, length): round(accuracy.estimate, 4)
+        for task in stats.tasks
+        for length in stats.lengths
+        if (accuracy := stats.accuracy(result.method, task, (length,)))
+    }
+    assert {e.metric_args["method"] for e in evaluations} == {stats.names[result.method]}
     usable = [e.metric_value for e in evaluations if e.metric_type == "usable_length"]
     expected = stats.usable_length(result.method)
     assert usable == ([expected.stated] if expected and expected.stated else [])

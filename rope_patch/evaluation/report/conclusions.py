@@ -35,12 +35,11 @@ from rope_patch.evaluation.report.table import (
 )
 from rope_patch.evaluation.results_schema import RunRecord, SampleRecord
 from rope_patch.statistics import SIGNIFICANCE_LEVEL, MeanTest, Outcome, UsableLength, Verdict
+from rope_patch.utils.figures import BASE_LOOK, Look, line_look
 
 MAX_ROWS = 8  # rows that a table shows of each group of methods; the rest is folded
 
-# The plain model and the best methods have a colour; all others are grey.
-PLAIN, BEST, REST = "m1", "m0", "rest"
-_BEST = (BEST, "m2", "m3")
+PLAIN = BASE_LOOK.colour
 
 # Names that a sentence lists before "and N more".
 _MAX_HEADLINE_NAMES = 2
@@ -389,15 +388,16 @@ class Ranking:
         return equals if verdict.outcome is Outcome.BETTER else set()
 
     @cached_property
+    def looks(self) -> dict[str, Look]:
+        """Return how each label's line is drawn in every figure: each has a look of its own."""
+        labels = [label for group in self.groups for label in group if label != self._stats.plain]
+        looks = {label: line_look(number) for number, label in enumerate(labels)}
+        return looks if self._stats.plain is None else {self._stats.plain: BASE_LOOK, **looks}
+
+    @property
     def colours(self) -> dict[str, str]:
         """Return the name of each label's colour."""
-        patched = [labels for labels in self.groups if labels[0] != self._stats.plain]
-        colours = dict.fromkeys(self._stats.labels, REST)
-        for colour, labels in zip(_BEST, patched, strict=False):
-            colours |= dict.fromkeys(labels, colour)
-        if self._stats.plain is not None:
-            colours[self._stats.plain] = PLAIN
-        return colours
+        return {label: look.colour for label, look in self.looks.items()}
 
     @cached_property
     def names(self) -> dict[str, str]:

@@ -23,6 +23,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import (
     FixedLocator,
@@ -33,7 +34,7 @@ from matplotlib.ticker import (
 )
 from matplotlib.transforms import ScaledTranslation
 
-from rope_patch.evaluation.report.conclusions import BEST, MAX_ROWS, PLAIN, REST, Ranking
+from rope_patch.evaluation.report.conclusions import MAX_ROWS, Ranking
 from rope_patch.evaluation.report.results.perplexity import Curve
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.table import CONTROL, Table, filter_mark, one_line
@@ -44,8 +45,6 @@ from rope_patch.utils.figures import FONT, PALETTE, PAPER, STYLE, canvas, legend
 HEAT = ("#e9925c", "#f1ece4", "#1f66a8")
 
 _HEAT = LinearSegmentedColormap.from_list("found", HEAT)
-_MARKERS = {PLAIN: "o", "m0": "s", "m2": "D", "m3": "v"}
-_LONGEST_NAME = 26  # characters of a method's name in a label; longer ones are cut
 _PER_TOKEN = "nats a token"
 
 # The file name, the question and what those see who do not see the figure.
@@ -67,6 +66,11 @@ _STRETCH = (
     "Stretch of each pair by its wavelength",
 )
 
+# What the intervals of a figure are.
+_STUDENT = "95% Student's t intervals of the mean over texts"
+_WILSON = "95% Wilson intervals of the mean over tasks, in which samples of one text are a cluster"
+_BOOTSTRAP = "95% bootstrap intervals, drawn from runs of neighbouring blocks"
+
 
 def draw_figures(stats: RunStatistics, ranking: Ranking, prefix: str = "") -> dict[str, Picture]:
     """Draw what was measured, by name.
@@ -80,15 +84,21 @@ def draw_figures(stats: RunStatistics, ranking: Ranking, prefix: str = "") -> di
         Some of `answers`, `accuracy`, `perplexity`, `sliding` and `stretch`.
     """
     figures = [
-        (_ANSWERS, _answer_panels(stats, ranking)),
-        (_ACCURACY, _accuracy_panels(stats, ranking)),
-        (_PERPLEXITY, _perplexity_panels(stats, ranking)),
-        (_SLIDING, _sliding_panels(stats, ranking)),
-        (_STRETCH, _stretch_panels(stats, ranking)),
+        (_ANSWERS, _answer_panels(stats, ranking), _STUDENT),
+        (_ACCURACY, _accuracy_panels(stats, ranking), _WILSON),
+        (_PERPLEXITY, _perplexity_panels(stats, ranking), _BOOTSTRAP),
+        (_SLIDING, _sliding_panels(stats, ranking), _BOOTSTRAP),
+        (_STRETCH, _stretch_panels(stats, ranking), ""),
     ]
     return {
-        name: draw_panels(f"{prefix}{name}", question, f"{alt}, a line per method", panels)
-        for (name, question, alt), panels in figures
+        name: draw_panels(
+            f"{prefix}{name}",
+            question,
+            f"{alt}, a line per method",
+            panels,
+            _interval_caption(panels[0], kind, stats),
+        )
+        for (name, question, alt), panels, kind in figures
         if panels
     }
 
@@ -98,12 +108,29 @@ def heat_colours(share: float) -> tuple[str, str]:
     return to_hex(_HEAT(share)), "#ffffff" if share > 0.925 else "#000000"
 
 
+def _interval_caption(panel: Panel, kind: str, stats: RunStatistics) -> str:
+    """Return which intervals a panel shows, and of which lines."""
+    if not kind:
+        return ""
+    drawn = [line for line in panel.lines if _shows_intervals(panel, line)]
+    if not drawn:
+        return f"No interval could be drawn: each would be one of {kind.removeprefix('95% ')}."
+    if kind == _STUDENT and stats.looks > 1:
+        kind += ", at the longest length so wide that they hold at every look"
+    of_all = all(line in drawn for line in panel.lines if line.key != CONTROL)
+    text = f"{'Bands' if panel.bands else 'Whiskers'} are {kind}"
+    names = {line.label: line.label for line in drawn}
+    names |= {stats.plain_name: f"the {stats.plain_name}"}
+    leading = " and ".join(names[line.label] for line in drawn)
+    return f"{text}." if of_all else f"{text}, of {leading}; the table has the others'."
+
+
 def _answer_panels(stats: RunStatistics, ranking: Ranking) -> list[Panel]:
     curves: dict[str, Curve] = {}
     for label in stats.labels:
         losses = {length: stats.answer_loss(label, length) for length in stats.lengths}
         curves[label] = {length: loss.mean for length, loss in losses.items() if loss is not None}
-    panels = _panels(stats, ranking, curves, "length (tokens)", _PER_TOKEN)
+    panels = _panels(stats, ranking, curves, "length (tokens)", _PER_TOKEN, 0.0)
     if panels and stats.floor is not None:
         floor = stats.floor.mean.estimate
         at = [(float(length), floor) for length in stats.lengths]
@@ -118,13 +145,13 @@ def _accuracy_panels(stats: RunStatistics, ranking: Ranking) -> list[Panel]:
         curves[label] = {length: interval for length, interval in at.items() if interval}
     if len({i.estimate for curve in curves.values() for i in curve.values()}) < 2:
         return []  # the same accuracy everywhere is a line of text
-    panels = _panels(stats, ranking, curves, "length (tokens)", "accuracy, mean of tasks")
+    panels = _panels(stats, ranking, curves, "length (tokens)", "accuracy, mean of tasks", 0.0)
     return [_at_lengths(replace(panel, as_percent=True)) for panel in panels]
 
 
 def _perplexity_panels(stats: RunStatistics, ranking: Ranking) -> list[Panel]:
     curves = {label: stats.curve(label) for label in stats.losses}
-    panels = _panels(stats, ranking, curves, "position in the text (tokens)", "perplexity")
+    panels = _panels(stats, ranking, curves, "position in the text (tokens)", "perplexity", 1.0)
     for name, curve in controls(stats) if panels else []:
         points = [(float(end), interval.estimate) for end, interval in curve.items()]
         panels[0].lines.append(Line(name, CONTROL, points, "o"))
@@ -133,19 +160,25 @@ def _perplexity_panels(stats: RunStatistics, ranking: Ranking) -> list[Panel]:
 
 def _sliding_panels(stats: RunStatistics, ranking: Ranking) -> list[Panel]:
     curves = {label: stats.sliding(label) for label in stats.labels}
-    panels = _panels(stats, ranking, curves, "context (tokens)", "perplexity")
+    panels = _panels(stats, ranking, curves, "context (tokens)", "perplexity", 1.0)
     return [_at_lengths(panel) for panel in panels]
 
 
 def _at_lengths(panel: Panel) -> Panel:
     """Return a panel of few lengths: a tick each, logarithmic where they span a factor of eight."""
     lengths = sorted({x for line in panel.lines for x, _ in line.points})
-    wide = lengths[-1] >= 8 * lengths[0]
+    ends = [*lengths, panel.trained_length]  # which is marked, wherever it is
+    wide = max(ends) >= 8 * min(ends)
     return replace(panel, log_x=wide, ticks=lengths, bands=False)
 
 
 def _panels(
-    stats: RunStatistics, ranking: Ranking, curves: Mapping[str, Curve], x: str, y: str
+    stats: RunStatistics,
+    ranking: Ranking,
+    curves: Mapping[str, Curve],
+    x: str,
+    y: str,
+    least: float,
 ) -> list[Panel]:
     """Return one panel of curves with their intervals; none without a curve."""
     points = {
@@ -161,7 +194,7 @@ def _panels(
         for label, curve in curves.items()
     }
     lines = _lines(stats, ranking, points, intervals)
-    return [Panel(lines, stats.trained_length, x, y)] * bool(lines)
+    return [Panel(lines, stats.trained_length, x, y, least=least)] * bool(lines)
 
 
 def _stretch_panels(stats: RunStatistics, ranking: Ranking) -> list[Panel]:
@@ -190,19 +223,22 @@ def _lines(
     points: Mapping[str, list[tuple[float, float]]],
     intervals: Mapping[str, list[tuple[float, float, float]]] | None = None,
 ) -> list[Line]:
-    """Return a line for each group of equal methods, best first."""
-    lines = []
-    for labels in ranking.groups:
-        label = next((label for label in labels if points.get(label)), None)
-        if label is None:
-            continue
-        key, name = ranking.colours[label], stats.names[label]
-        if len(name) > _LONGEST_NAME:
-            name = name[: _LONGEST_NAME - 1] + "…"
-        marker = "" if key == REST else _MARKERS[key]
-        spans = (intervals or {}).get(label, [])
-        lines.append(Line(name, key, points[label], marker, filter_mark(label), spans))
-    return lines
+    """Return a line for each method, best first."""
+    labels = [label for group in ranking.groups for label in group if points.get(label)]
+    return [
+        Line(
+            stats.names[label],
+            (look := ranking.looks[label]).colour,
+            points[label],
+            look.marker,
+            filter_mark(label),
+            (intervals or {}).get(label, []),
+            look.dashes,
+            look.is_hollow,
+            label in (ranking.best, stats.plain),
+        )
+        for label in labels
+    ]
 
 
 WIDE_WIDTH, NARROW_WIDTH = 912, 372
@@ -217,15 +253,19 @@ class Picture:
     alt: str
     png: bytes
     svgs: dict[str, str]
+    caption: str = ""
 
 
-def render_picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Picture:
+def render_picture(
+    name: str, alt: str, paint: Callable[[int], Figure], caption: str = ""
+) -> Picture:
     """Draw a figure as PNG and, in two widths in pixels, as SVG for a page.
 
     Args:
         name: What its file is called.
         alt: What it shows, for those who do not see it.
         paint: Makes the figure of a given width.
+        caption: What stands below it.
     """
     with rc_context(STYLE):
         png = io.BytesIO()
@@ -238,7 +278,7 @@ def render_picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Pictu
             svgs[kind] = _add_aria_label(
                 _adapt_svg_to_page(file.getvalue(), f"{name}-{kind}-"), alt
             )
-    return Picture(name, alt, png.getvalue(), svgs)
+    return Picture(name, alt, png.getvalue(), svgs, caption)
 
 
 def _add_aria_label(svg: str, alt: str) -> str:
@@ -265,6 +305,9 @@ def _adapt_svg_to_page(svg: str, prefix: str) -> str:
 _OFF_SCALE = 1e6
 _MIN_TICKS = 3
 _DODGE = 5.0  # pixels between the intervals of neighbouring lines
+_STRIPE = 4.0  # widths of the line: the pieces of lines that are one another's equals
+_FEW_LINES = 8  # so many are thick, have labels at their ends, and a whisker a point
+_FEW_POINTS = 12  # so many have a marker each; of more, some have
 _TICKS_OF_A_DECADE = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), tuple(range(1, 10)))
 
 
@@ -273,13 +316,15 @@ class Line:
     """One line.
 
     Attributes:
-        label: Its name at its end.
-        key: The name of its colour; lines in `REST` are thin, and share one label.
+        label: Its name.
+        key: The name of its colour.
         points: x and y.
         marker: matplotlib's marker; none if empty.
         method: What filters know it by.
         intervals: x, low and high.
         dashes: Points on and off of a dashed line; none of a solid one.
+        is_hollow: Whether markers are outlines.
+        is_leading: Whether it has its intervals where not all lines can have them.
     """
 
     label: str
@@ -288,7 +333,9 @@ class Line:
     marker: str = ""
     method: str = ""
     intervals: list[tuple[float, float, float]] = field(default_factory=list)
-    dashes: tuple[float, float] | None = None
+    dashes: tuple[float, ...] = ()
+    is_hollow: bool = False
+    is_leading: bool = False
 
 
 @dataclass(frozen=True)
@@ -304,10 +351,11 @@ class Panel:
         log_x: Whether x is logarithmic.
         log_y: Whether y may be logarithmic.
         as_percent: Whether y goes from 0 to 100%.
-        bands: Whether intervals are bands, along the plain model's line and the best method's;
-            else each line in colour has a whisker a point.
+        bands: Whether intervals are bands, along the leading lines; else each line has a whisker a
+            point, or each leading line where more than eight lines have intervals.
         ticks: Ticks of x; chosen where there are none.
         y_limits: The ends of y, such as those of the panels beside it; chosen if None.
+        least: The smallest possible y: neither intervals nor the axis reach below it.
     """
 
     lines: list[Line]
@@ -321,9 +369,12 @@ class Panel:
     bands: bool = True
     ticks: list[float] = field(default_factory=list)
     y_limits: tuple[float, float] | None = None
+    least: float = -math.inf
 
 
-def draw_panels(name: str, question: str, alt: str, panels: list[Panel]) -> Picture:
+def draw_panels(
+    name: str, question: str, alt: str, panels: list[Panel], caption: str = ""
+) -> Picture:
     """Draw panels below one another, each line labelled at its end, or below if labels are long.
 
     Args:
@@ -331,17 +382,22 @@ def draw_panels(name: str, question: str, alt: str, panels: list[Panel]) -> Pict
         question: What it answers, its title.
         alt: What it shows, for those who do not see it.
         panels: At least one.
+        caption: What stands below it.
     """
-    labels = max((_line_labels(panel) for panel in panels), key=len)
-    longest = max(len(label) for panel in panels for label, _, _ in _line_labels(panel))
+    count = max(len(panel.lines) for panel in panels)
+    longest = max(len(line.label) for panel in panels for line in panel.lines)
 
     def paint(width: int) -> Figure:
         wide = width == WIDE_WIDTH
-        direct = len(labels) <= 8 and longest <= (26 if wide else 12)
+        direct = count <= _FEW_LINES and longest <= (26 if wide else 12)
+        most = 100 if wide else 38
         high, below, right = 315 if wide else 240, 52, 20 + 7 * longest
         columns = max(1, min(3, (width - 66) // (48 + 8 * longest))) if wide else 1
         if not direct:
-            below, right = below + 12 + 21 * math.ceil(len(labels) / columns), 14
+            extra = max(
+                sum(_wrap(line.label, most).count("\n") for line in panel.lines) for panel in panels
+            )
+            below, right = below + 12 + 21 * math.ceil(count / columns) + 17 * extra, 14
         title = textwrap.wrap(question, 90 if wide else 38)
         above = 22 * len(title) + 8
         row = 34 + high + below
@@ -357,80 +413,93 @@ def draw_panels(name: str, question: str, alt: str, panels: list[Panel]) -> Pict
                 if direct:
                     _label_line_ends(axes, panel, roof, high)
                 else:
-                    shown = [(handles[line.label], text) for text, _, line in _line_labels(panel)]
-                    most = 100 if wide else 38
                     page.figure.legend(
-                        [handle for handle, _ in shown],
-                        [legend_label(_abbreviate(text, most)) for _, text in shown],
+                        handles,
+                        [legend_label(_wrap(line.label, most)) for line in panel.lines],
                         bbox_to_anchor=page.share(52, top + high + 52),
                         loc="upper left",
                         borderpad=0,
+                        handlelength=2.8,
                         ncols=columns,
                     )
         return page.figure
 
-    return render_picture(name, alt, paint)
+    return render_picture(name, alt, paint, caption)
 
 
-def _line_labels(panel: Panel) -> list[tuple[str, str, Line]]:
-    """Return each label with its colour and line; all grey lines have one together."""
-    labels = [(line.label, line.key, line) for line in panel.lines if line.key != REST]
-    rest = [line for line in panel.lines if line.key == REST]
-    if rest:
-        text = rest[0].label if len(rest) == 1 else f"{len(rest)} other methods"
-        middle = sorted(rest, key=lambda line: line.points[-1][1])[len(rest) // 2]
-        labels.append((text, "muted", middle))
-    return labels
+def _wrap(label: str, most: int) -> str:
+    """Return a label in lines of so many characters, at most three."""
+    return textwrap.fill(label, most, max_lines=3, placeholder=" …")
 
 
-def _draw_lines(axes: Axes, panel: Panel, roof: float) -> dict[str, Any]:
-    """Draw the lines and return a handle for each label."""
-    handles: dict[str, Any] = {}
-    coloured = [line for line in panel.lines if line.key != REST]
-    for line in [*(line for line in panel.lines if line.key == REST), *reversed(coloured)]:
+def _shows_intervals(panel: Panel, line: Line) -> bool:
+    """Return whether a line's intervals are drawn: more than two bands would hide one another."""
+    few = sum(bool(each.intervals) for each in panel.lines) <= _FEW_LINES
+    return bool(line.intervals) and (line.is_leading or (few and not panel.bands))
+
+
+def _draw_lines(axes: Axes, panel: Panel, roof: float) -> list[Any]:
+    """Draw the lines, the important ones on top, and return a handle for each."""
+    handles: list[Any] = []
+    aside = [] if panel.bands else [line for line in panel.lines if _shows_intervals(panel, line)]
+    for number, line in enumerate(panel.lines):
         transform = axes.transData
-        if line in coloured and line.intervals and not panel.bands:
-            shift = _DODGE * (coloured.index(line) - (len(coloured) - 1) / 2)
+        if line in aside:
+            shift = _DODGE * (aside.index(line) - (len(aside) - 1) / 2)
             figure: Any = axes.figure
             transform = transform + ScaledTranslation(shift / 72, 0, figure.dpi_scale_trans)
-        artists = _draw_line(axes, panel, line, roof, transform)
-        handles[line.label] = artists[0]
+            same = [line]
+        else:
+            same = [x for x in panel.lines if x not in aside and x.points == line.points]
+        artists = _draw_line(axes, panel, number, roof, transform)
+        handles.append(Line2D([], []))  # the legend has the look without stripes
+        handles[-1].update_from(artists[0])
+        if len(same) > 1:
+            _stripe(artists[0], same.index(line), len(same))
         if line.method:  # marks in the SVG which method a part of it belongs to
             for artist in artists:
                 artist.set_gid(f"{METHOD}{line.method}")
     return handles
 
 
-def _draw_line(axes: Axes, panel: Panel, line: Line, roof: float, transform: Any) -> list[Any]:
-    rest, colour = line.key == REST, PAPER[line.key]
-    order = 2.6 if rest else 3.0
-    look: Any = {"color": colour, "lw": 0.9 if rest else 1.9, "zorder": order}
+def _stripe(drawn: Any, turn: int, count: int) -> None:
+    """Show every so many-th piece and marker of a line, so that equal lines share its course."""
+    drawn.set(
+        lw=1.9, markevery=(turn % len(drawn.get_xdata()), count)
+    )  # matplotlib's dashes grow with the width
+    drawn.set_linestyle((_STRIPE * (count - turn), (_STRIPE, _STRIPE * (count - 1))))
+
+
+def _draw_line(axes: Axes, panel: Panel, number: int, roof: float, transform: Any) -> list[Any]:
+    line = panel.lines[number]
+    colour, order = PAPER[line.key], 3.0 + line.is_leading - number / 1000
+    thick = line.is_leading or len(panel.lines) <= _FEW_LINES
+    look: Any = {"color": colour, "lw": 1.9 if thick else 1.3, "zorder": order, "markersize": 4.5}
+    if line.is_hollow:
+        look |= {"mfc": PAPER["paper"], "mew": 1.1}
     if line.key == CONTROL:
         # The control's rings go around the points that it is compared with.
-        look |= {"ls": (0, (1, 2)), "markersize": 9.5, "mfc": "none", "mew": 1.1, "zorder": 4}
-    elif not rest:
-        look |= {"markersize": 4.5}
-    if line.dashes is not None:
+        look |= {"ls": (0, (1, 2)), "markersize": 9.5, "mfc": "none", "mew": 1.1, "zorder": 5}
+    if line.dashes:
         look |= {"ls": (0, line.dashes), "lw": 1.4}
+    if len(line.points) > _FEW_POINTS:
+        # At other places on each line, so that lines on one another show both.
+        look |= {"markevery": (0.14 * (number * 0.381966 % 1), 0.14)}
     x = [point[0] for point in line.points]
     y = [min(value, roof) for _, value in line.points]
-    artists: list[Any] = axes.plot(
-        x, y, marker="" if rest else line.marker, transform=transform, **look
-    )
-    # More than two bands would hide one another.
-    shown = not panel.bands or line.key in (PLAIN, BEST)
-    intervals = [i for i in line.intervals if i[1] <= roof] if shown and not rest else []
+    artists: list[Any] = axes.plot(x, y, marker=line.marker, transform=transform, **look)
+    intervals = [i for i in line.intervals if i[1] <= roof] if _shows_intervals(panel, line) else []
     if intervals:
         at, low, high = zip(*intervals, strict=True)
-        top = [min(value, roof) for value in high]
+        bottom, top = [max(v, panel.least) for v in low], [min(v, roof) for v in high]
         if panel.bands:
             band: Any = {"color": colour, "alpha": 0.13, "lw": 0, "zorder": 2.5}
-            artists.append(axes.fill_between(at, low, top, **band))
+            artists.append(axes.fill_between(at, bottom, top, **band))
         else:
             whisker: Any = {"color": colour, "lw": 1.2, "alpha": 0.75, "zorder": order}
-            artists.append(axes.vlines(at, low, top, transform=transform, **whisker))
+            artists.append(axes.vlines(at, bottom, top, transform=transform, **whisker))
     off = [point[0] for point in line.points if point[1] > roof]
-    if off and not rest:
+    if off:
         artists += axes.plot(off, [roof] * len(off), "^", color=colour, ms=10, zorder=3)
         endless = math.inf in dict(line.points).values()
         text = ("infinite" if endless else f"over {_OFF_SCALE:,.0f}") + 3 * "\u00a0"
@@ -440,6 +509,7 @@ def _draw_line(axes: Axes, panel: Panel, line: Line, roof: float, transform: Any
 
 def _scale_x(axes: Axes, panel: Panel, ticks: int) -> None:
     x = [point[0] for line in panel.lines for point in line.points]
+    x += [panel.trained_length] * bool(panel.ticks)
     # Every second length or so where there is no room for all.
     some = panel.ticks[:: -(-len(panel.ticks) // ticks) or 1]
     if panel.log_x:
@@ -462,7 +532,10 @@ def _scale_x(axes: Axes, panel: Panel, ticks: int) -> None:
         axes.axvline(panel.trained_length, color=PAPER["muted"], lw=1.2, zorder=2)
         text = f"trained on {panel.trained_length:,}"
         place: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
-        where, offset = "center", (0, 7)
+        trained = panel.trained_length
+        share = math.log(trained / low, high / low) if panel.log_x else trained / high
+        where = "center" if 0.15 < share < 0.85 else "left" if share < 0.5 else "right"
+        offset = (0, 7)
         if panel.title and panel.trained_length <= min(x):  # there it would run into the title
             where, offset = "left", (5, -14)
         axes.annotate(
@@ -474,7 +547,7 @@ def _scale_y(axes: Axes, panel: Panel) -> float:
     """Set the y axis, logarithmic over a factor of 5; return where larger values are drawn."""
     if panel.as_percent:
         axes.set_ylim(-0.03, 1.05)
-        axes.yaxis.set_major_locator(MultipleLocator(0.2))
+        axes.yaxis.set_major_locator(FixedLocator([n / 5 for n in range(6)]))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         return 1.0
     if panel.y_limits is not None:
@@ -483,14 +556,15 @@ def _scale_y(axes: Axes, panel: Panel) -> float:
         return panel.y_limits[1]
     values = [y for line in panel.lines for _, y in line.points]
     shown = [value for value in values if 0 < value <= _OFF_SCALE] or [1.0]
-    coloured = [i for line in panel.lines if line.key != REST for i in line.intervals]
-    low = min([*shown, *(bottom for _, bottom, _ in coloured if bottom > 0)])
+    spans = [i for line in panel.lines if _shows_intervals(panel, line) for i in line.intervals]
+    bottoms = [max(bottom, panel.least) for _, bottom, _ in spans]
+    low = min([*shown, *(bottom for bottom in bottoms if bottom > 0)])
     # Intervals widen the axis, but a wide one must not flatten the lines.
-    high = max([*shown, *(top for _, _, top in coloured if top <= 2 * max(shown))])
+    high = max([*shown, *(top for _, _, top in spans if top <= 2 * max(shown))])
     off = any(value > _OFF_SCALE for value in values)
     if panel.log_y and high / low > 5:
         roof = high * 1.5 if off else high
-        floor, ceiling = low / 1.25, roof * (roof / low) ** 0.1
+        floor, ceiling = max(low / 1.25, panel.least), roof * (roof / low) ** 0.1
         axes.set_yscale("log")
         axes.set_ylim(floor, ceiling)
         axes.yaxis.set_major_locator(FixedLocator(log_ticks(floor, ceiling)))
@@ -498,7 +572,7 @@ def _scale_y(axes: Axes, panel: Panel) -> float:
     else:
         pad = max(high - low, 0.05 * high) * 0.12
         roof = high + 3 * pad if off else high
-        axes.set_ylim(0 if not panel.log_y else low - pad, roof + 2 * pad)
+        axes.set_ylim(max(low - pad, panel.least) if panel.log_y else 0, roof + 2 * pad)
     axes.yaxis.set_major_formatter("{x:,.10g}")
     return roof
 
@@ -518,18 +592,18 @@ def _label_line_ends(axes: Axes, panel: Panel, roof: float, high: float) -> None
     """Write each label to the right of its line's last point, without overlaps."""
     gap, at = 1.35 * FONT / high, -1.0
     ends = []
-    for text, key, line in _line_labels(panel):
+    for line in panel.lines:
         last = next((y for _, y in reversed(line.points) if not math.isnan(y)), roof)
         spot = axes.transAxes.inverted().transform(axes.transData.transform((1, min(last, roof))))
-        ends.append((float(spot[1]), text, key, line))
+        ends.append((float(spot[1]), line))
     ends.sort(key=lambda end: end[0])
     # Upwards past the one below, from as far down as leaves room for those above.
-    for i, (y, text, key, line) in enumerate(ends):
+    for i, (y, line) in enumerate(ends):
         at = max(min(y, 1 - gap * (len(ends) - 1 - i)), at + gap)
-        look: Any = {"color": PAPER[key], "va": "center_baseline"}
+        look: Any = {"color": PAPER[line.key], "va": "center_baseline"}
         place: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
-        label = axes.annotate(text, (1, at), (11, 0), **place, **look)
-        if line.method and key == line.key:
+        label = axes.annotate(line.label, (1, at), (11, 0), **place, **look)
+        if line.method:
             label.set_gid(f"{METHOD}{line.method}")
 
 

@@ -46,8 +46,7 @@ _HEAT = (
 _FEW = "With fewer than 10 samples a cell, this proves that it can happen, not how often it does."
 _CURVES = (
     "Each point is one window of {window:,} tokens of {texts}, every token given all the text "
-    "before it; lower is better. Bands are 95% bootstrap intervals of the plain "
-    "model and the best method; the table has the others'."
+    "before it; lower is better."
 )
 _CONTROL = (
     "The control is the plain model on the same tokens, given only the last {context:,} before "

@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 from rope_patch.evaluation.report import figures, summary
 from rope_patch.evaluation.report.conclusions import Ranking, find_gaps, gap_sentence, headline
 from rope_patch.evaluation.report.merging import merge_runs
+from rope_patch.evaluation.report.model_index import model_index
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.sections import sections
 from rope_patch.evaluation.report.summary import summary_sentences, summary_table, summary_warnings
@@ -41,7 +42,8 @@ _LIMITS = (
     "to high where they have signs (of times: the smallest and largest of the repeats); n is how "
     "many samples they rest on, and as how many those count that share a text, also where several "
     "tasks ask the same samples.",
-    "The plain model, the control and the best three methods have a colour; the others are grey.",
+    "Each method has its own marker, and its colour with its dashes, the same in every figure; "
+    "colours alone repeat after seven methods.",
     "Perplexity is of well-known books that every model has read: fine for comparing methods on "
     "one model, no claim about unseen text or between models.",
     "A flat curve does not prove that far context is used; only retrieval does.",
@@ -57,7 +59,7 @@ def write_report(
     folder: Path,
     show: Callable[[str], object] | None = None,
 ) -> Path:
-    """Write `report.html`, `report.md`, `report.json` and `figures/*.png`.
+    """Write `report.html`, `report.md`, `report.json`, `model-index.yaml` and `figures/*.png`.
 
     Everything is rendered before anything is written, so a failure leaves an earlier report
     unchanged. Each file is replaced at once.
@@ -86,6 +88,8 @@ def write_report(
     signed = add_checksum(runs[0] if len(runs) == 1 else {"runs": runs})
     files["report.json"] = to_json(signed, indent=1).encode()
     files["report.md"] = render(TEMPLATES / "report.md.jinja", page).encode()
+    if page["model_index"]:
+        files["model-index.yaml"] = page["model_index"].encode()
     files["report.html"] = render(TEMPLATES / "report.html", page).encode()
     for name, content in files.items():
         atomic_write(folder / name, content)
@@ -156,6 +160,7 @@ def _page_and_pictures(runs: Sequence[RunRecord]) -> tuple[dict[str, Any], dict[
         "summary_lines": lines,
         "filters": _filters(all_stats),
         "limits": _LIMITS,
+        "model_index": model_index(list(zip(titles, all_stats, rankings, strict=True))),
     }
     return page, pictures
 

@@ -105,13 +105,12 @@ def test_the_best_is_marked_only_where_all_others_are_shown_to_be_worse():
     assert sorted(best_of(measured)) == ["ntk ×2", "yarn ×2"]
 
 
-def test_the_best_three_and_the_plain_model_have_colours_of_their_own():
+def test_each_method_has_a_look_of_its_own_best_first():
     _, ranking = ranked(many())
-    colours = {labels[0]: ranking.colours[labels[0]] for labels in ranking.groups}
-    coloured = {label: colour for label, colour in colours.items() if colour != "rest"}
-    assert list(coloured) == ["method 0", "method 1", "method 2", "none"]
-    assert len(set(coloured.values())) == 4
-    assert ranking.colours["method 13"] == ranking.colours["method 0"]
+    assert len(set(ranking.looks.values())) == len(ranking.looks) == 15
+    best = [ranking.colours[labels[0]] for labels in ranking.groups[:3]]
+    assert best == ["m0", "m3", "m5"]  # m2 is of the method that equals the first
+    assert "m1" not in [ranking.colours[f"method {i}"] for i in range(14)]  # the plain model's
 
 
 def test_a_column_with_one_value_is_a_line():
