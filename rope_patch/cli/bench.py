@@ -31,9 +31,14 @@ class _ModelOptions(options.OptionGroup):
         "With a MODEL: a method, or `none` for the model as it is; compared with the one named "
         "first.",
     )
-    factor: float = option(4, "Target length / trained length; dynamic methods follow up to there.")
+    factor: float = option(
+        4,
+        "Target length / trained length; dynamic methods follow up to there.",
+        metavar=options.FACTOR,
+        written=True,
+    )
     prompt: int | None = option(
-        None, "Tokens of the prompt; factor times the trained length if left out."
+        None, "Tokens of the prompt; factor times the trained length if left out.", written=True
     )
     decode: int = option(32, "Tokens decoded in each repeat.")
     trained_length: options.TrainedLength = None
@@ -138,7 +143,7 @@ def bench(
             shapes=options.parse_names(on_kernels.shapes),
             lengths=None
             if on_kernels.lengths is None
-            else tuple(options.parse_ints("lengths", on_kernels.lengths, minimum=1)),
+            else tuple(options.parse_lengths("lengths", on_kernels.lengths)),
             batches=None
             if on_kernels.batch is None
             else tuple(options.parse_ints("batch", on_kernels.batch, minimum=1)),

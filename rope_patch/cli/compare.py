@@ -77,7 +77,7 @@ def compare(
         ["none", *(method or [])], method_options.trained_length, method_options.start
     )
     parsed: dict[str, Any] = {
-        "lengths": options.parse_ints("lengths", lengths, minimum=1) if lengths else (),
+        "lengths": options.parse_lengths("lengths", lengths) if lengths else (),
         **method_options.arguments(),
         **sample_options.arguments(),
         **text_options.arguments(),

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from rope_patch.utils.errors import printable
 
@@ -162,6 +162,52 @@ def _is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class _Output:
+    """Text to a stream whose reader may leave: what comes then is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, or drop it."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered, or drop it."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def _drop(self) -> None:
+        # Also for what is buffered, which Python writes when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+@contextlib.contextmanager
+def unread_output() -> Iterator[None]:
+    """Go on in silence if nobody reads the output any more, as behind `| head`.
+
+    The exit code stays the command's own: a verdict is the same, whoever reads it.
+    """
+    streams = sys.stdout, sys.stderr
+    outputs = [_Output(stream) for stream in streams]
+    sys.stdout, sys.stderr = outputs
+    try:
+        yield
+    finally:
+        for output in outputs:
+            output.flush()
+        sys.stdout, sys.stderr = streams
 
 
 class _PrintableFormatter(logging.Formatter):

@@ -47,8 +47,8 @@ def search(
     model: Any,
     tokenizer: Any = None,
     *,
-    length: int | None = None,
-    factor: float | None = None,
+    length: int | str | None = None,
+    factor: float | str | None = None,
     method: str = "curve",
     budget: int = 200,
     fitness: str | None = None,
@@ -57,7 +57,7 @@ def search(
     held_out: SampleSource | int | None = None,
     short: SampleSource | None = None,
     count: int = DEFAULT_COUNT,
-    trained_length: int | None = None,
+    trained_length: int | str | None = None,
     layer_types: list[str] | None = None,
     start: str = "auto",
     anyway: bool = False,
@@ -134,7 +134,7 @@ def search(
     source = open_model(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
     )
-    extension = Extension(
+    extension = Extension.of(
         "longrope",
         factor=factor,
         length=length,
