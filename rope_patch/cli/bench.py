@@ -20,6 +20,7 @@ from rope_patch.cli.runtime import (
     requires_extra,
     terminable,
 )
+from rope_patch.utils.installation import install_hint
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,8 @@ def _write_report(results: dict[str, Any], folder: Path) -> str | None:
     except ImportError as error:  # keep the numbers even if no page can be made
         atomic_files.atomic_write(folder / benchmark.FILE, benchmark.as_json(results))
         print(
-            f"{folder / benchmark.FILE}: no page, because {error.name} is not installed: pip "
-            "install 'rope-patch[eval]'",
+            f"{folder / benchmark.FILE}: no page, because {error.name} is not installed: "
+            f"{install_hint('eval')}",
             file=sys.stderr,
         )
         return None

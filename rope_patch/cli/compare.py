@@ -14,6 +14,8 @@ from rope_patch.cli.runtime import command_line, requires_extra
 
 @dataclass(frozen=True)
 class _SampleOptions(options.SampleOptions):
+    """How many retrieval samples are taken, and where their answers stand."""
+
     depths: options.Depths = "10,30,50,70,90"
 
 

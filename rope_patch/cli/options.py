@@ -387,6 +387,17 @@ class TextOptions(OptionGroup):
         }
 
 
+def group_titles(command: Callable[..., None]) -> dict[str, str]:
+    """Return the title above each option in `--help` that is in a group: its docstring."""
+    kinds = inspect.get_annotations(command, eval_str=True).values()
+    groups = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, OptionGroup)]
+    return {
+        each.name: (group.__doc__ or "").splitlines()[0].rstrip(".")
+        for group in groups
+        for each in fields(cast(Any, group))
+    }
+
+
 def for_typer(
     command: Callable[..., None], plugins: bool = False, loads_model: bool = False
 ) -> Callable[..., None]:

@@ -12,11 +12,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TextIO
 
 from rope_patch.utils.errors import printable
+from rope_patch.utils.installation import install_hint
 
 logger = logging.getLogger("rope_patch")
 
@@ -33,22 +35,25 @@ _ERRORS_ONLY = {"TRANSFORMERS_VERBOSITY": "error"}
 
 
 @contextlib.contextmanager
-def requires_extra(subject: str, extra: str) -> Iterator[None]:
+def requires_extra(subject: str, extra: str, *packages: str) -> Iterator[None]:
     """Turn an ImportError into a hint at what to install.
 
     Args:
         subject: Subject and verb of the message, such as "searching needs".
         extra: The extra of rope-patch to install.
+        *packages: Modules that are looked for first, as they are imported after long work.
 
     Raises:
         ValueError: A package is missing.
     """
+    advice = f"is not installed, which {subject}: {install_hint(extra)}"
+    for package in packages:
+        if find_spec(package) is None:
+            raise ValueError(f"{package} {advice}")
     try:
         yield
     except ImportError as error:
-        raise ValueError(
-            f"{error.name} is not installed, which {subject}: pip install 'rope-patch[{extra}]'"
-        ) from error
+        raise ValueError(f"{error.name} {advice}") from error
 
 
 @contextlib.contextmanager
@@ -75,7 +80,7 @@ def study(subject: str, extra: str) -> Iterator[None]:
     """
     if logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)  # hides the log of each patch
-    with requires_extra(subject, extra), handle_interrupt():
+    with requires_extra(subject, extra, "scipy", "matplotlib"), handle_interrupt():
         yield
 
 

@@ -36,6 +36,7 @@ from rope_patch.searching.sample_sets import (
 )
 from rope_patch.searching.search_result import SearchResult
 from rope_patch.searching.strategies.registry import STRATEGIES, Strategy
+from rope_patch.searching.strategies.trust_region import require_optuna
 from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import did_you_mean
@@ -219,6 +220,8 @@ def _get_strategy(method: str, options: dict[str, Any]) -> Strategy:
     if method not in STRATEGIES:
         hint = did_you_mean(method, STRATEGIES)
         raise ValueError(f"no strategy {method!r}{hint}: expected one of {', '.join(STRATEGIES)}")
+    if method == "curve":  # before anything is measured
+        require_optuna()
     names = STRATEGIES[method].options
     for name in options:
         if name not in names:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -98,6 +99,24 @@ def test_output_that_nobody_reads_ends_in_silence(words, code):
     os.close(writer)
     assert result.returncode == code
     assert result.stderr.count("\n") == code  # the refusal alone
+
+
+def test_help_has_options_in_groups_and_one_spelling_of_usage():
+    text = run_in_this_process("compare", "--help").stdout
+    assert text.startswith("Usage: rope-patch compare [OPTIONS] MODEL [OTHER]\n")
+    sections = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
+    assert sections[:3] == [
+        "Arguments:",
+        "Options:",
+        "How many retrieval samples are taken, and where their answers stand:",
+    ]
+    options = re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE)
+    assert len(options) == len(set(options))
+    assert {"--factor", "--precision", "--dtype", "--tokenizer", "--help"} <= set(options)
+
+
+def test_only_public_names_are_offered():
+    assert set(dir(rope_patch)) == {*rope_patch.__all__, "__version__"}
 
 
 def test_tasks_are_a_line_each_and_slips_are_answered():

@@ -61,7 +61,7 @@ def test_the_diagnosis_is_printed_even_if_matplotlib_is_missing(monkeypatch, tmp
     result = run_in_this_process("diagnose", TINY, "--length", "512", "--picture", path)
     assert result.returncode == 1
     assert result.stdout == f"{rope_patch.diagnose(TINY, length=512)}\n"
-    assert "pip install 'rope-patch[eval]'" in result.stderr
+    assert "pip install '.[eval]'" in result.stderr
     assert not path.exists()
 
 
