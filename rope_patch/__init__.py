@@ -140,5 +140,5 @@ export_lazily(
 
 
 def __dir__() -> list[str]:
-    """List the names that are not imported yet, too."""
-    return sorted({*globals(), *__all__, "__version__"})
+    """List the public names, also those that are not imported yet."""
+    return sorted({*__all__, "__version__"})

@@ -67,9 +67,9 @@ def patch(
     model: nn.Module,
     method: str | Extension,
     *,
-    factor: float | None = None,
-    length: int | None = None,
-    trained_length: int | None = None,
+    factor: float | str | None = None,
+    length: int | str | None = None,
+    trained_length: int | str | None = None,
     layer_types: list[str] | None = None,
     kernels: str = "auto",
     start: str = "auto",
@@ -90,7 +90,8 @@ def patch(
         factor: Target length / trained length, which is what the model reads now, a scaling that
             was trained in included. Exactly one of `factor` and `length`; dynamic methods and
             `nope` need neither.
-        length: Target length in tokens; for dynamic methods the largest one expected.
+        length: Target length in tokens; for dynamic methods the largest one expected. Texts are
+            taken, too: `4x`, `32k` (`rope_patch.units`).
         trained_length: Tokens of pretraining, if the config states them wrongly. For a model that
             was saved with a patch: the length before or under the patch, which names the rotation
             to start from.

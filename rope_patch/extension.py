@@ -8,12 +8,8 @@ from typing import Any
 
 from rope_patch.methods.base import Method, require_number, require_tokens
 from rope_patch.methods.registry import build, get_method
+from rope_patch.units import MOST_TIMES, parse_tokens, split_target
 from rope_patch.utils.errors import Refused, did_you_mean
-
-# Most published extensions go to 32 times the trained length in one step (YaRN, Llama 3.2),
-# LongRoPE to 64 times (256k from 4k). Beyond are those in several steps (LongRoPE's 2048k) or of
-# models that were extended before (UltraLong); else a number is a slip.
-MOST_TIMES = 64
 
 
 @dataclass(frozen=True)
@@ -21,7 +17,7 @@ class Extension:
     """A request to extend a model's context, as `rope_patch.patch` takes it.
 
     Plain data that knows no model: `patch` and `load` check it against one. Two requests with equal
-    fields are equal.
+    fields are equal. Texts such as `4x` and `32k` become numbers (`rope_patch.units`).
 
     Attributes:
         method: A name from `rope_patch.list_methods()`.
@@ -61,6 +57,10 @@ class Extension:
                 f"{type(self.options).__name__}"
             )
         object.__setattr__(self, "options", dict(self.options))
+        if any(isinstance(x, str) for x in (self.factor, self.length, self.trained_length)):
+            factor, length = split_target(self.factor, self.length)
+            trained = parse_tokens("trained_length", self.trained_length)
+            vars(self).update(factor=factor, length=length, trained_length=trained)
         if shadows := [name for name in _KEYWORDS if name in self.options]:
             raise Refused(
                 f"{shadows[0]} is a field of Extension, not an option of a method: write "

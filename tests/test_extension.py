@@ -11,6 +11,7 @@ from helpers.tiny_models import LONG_FACTOR, TRAINED, logits, make_model
 import rope_patch
 from rope_patch import Extension
 from rope_patch.entry_points import check
+from rope_patch.evaluation.request import EvalRequest
 
 REQUESTS = {
     "a factor": ("llama", "yarn", {"factor": 4}),
@@ -51,6 +52,60 @@ def test_a_request_survives_json_and_pickle(request_of_patch):
     assert Extension.from_dict(json.loads(json.dumps(request.to_dict()))) == request
     assert pickle.loads(pickle.dumps(request)) == request
     assert Extension.of(method, **request.arguments()) == request
+
+
+WRITTEN = [  # what is given, and the factor and the length that it means
+    ({"factor": "4"}, 4, None),
+    ({"factor": "4x"}, 4, None),
+    ({"factor": "×1.5"}, 1.5, None),
+    ({"factor": "1k"}, None, 1024),
+    ({"length": "1024"}, None, 1024),
+    ({"length": "1,024"}, None, 1024),
+    ({"length": "1.5K"}, None, 1536),
+    ({"length": "2m"}, None, 2 * 1024**2),
+    ({"length": "4 x"}, 4, None),
+    ({"factor": "2x", "length": "1k"}, 2, 1024),
+]
+
+
+@pytest.mark.parametrize(("arguments", "factor", "length"), WRITTEN, ids=str)
+def test_a_unit_decides_what_a_number_is(arguments, factor, length):
+    request = Extension.of("yarn", **arguments, trained_length="8k")
+    assert (request.factor, request.length, request.trained_length) == (factor, length, 8192)
+    assert request == Extension("yarn", factor=factor, length=length, trained_length=8192)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "four", "4y", "x4x", "4kx", "1,5", "1,0000", "0.3k", "nan", "inf", "1e999"]
+)
+@pytest.mark.parametrize("name", ["factor", "length"])
+def test_what_is_neither_a_factor_nor_tokens_is_refused(name, text):
+    with pytest.raises(ValueError, match=f"{name} must be a factor such as 4x, or tokens such as"):
+        Extension.of("yarn", **{name: text})
+
+
+def test_two_arguments_that_mean_the_same_are_refused():
+    for arguments in ({"factor": "32k", "length": 4096}, {"factor": 4, "length": "2x"}):
+        with pytest.raises(ValueError, match="exactly one of factor and length"):
+            Extension.of("yarn", **arguments)
+
+
+def test_all_functions_read_factors_and_lengths_alike():
+    def rotation(**arguments):
+        model = make_model("llama")
+        rope_patch.patch(model, "yarn", **arguments)
+        return logits(model)
+
+    expected = rotation(factor=4)
+    assert rotation(factor="4x").equal(expected)
+    assert rotation(length="4x").equal(expected)
+    geometry = {"head_dim": 64, "theta": 10000.0}
+    numbers = rope_patch.frequencies("yarn", **geometry, trained_length=4096, factor=4).inv_freq
+    texts = rope_patch.frequencies("yarn", **geometry, trained_length="4k", factor="4x").inv_freq
+    assert (numbers == texts).all()
+    written = {"lengths": ("4k", "8192"), "factor": "4x", "perplexity_length": "2k"}
+    request = EvalRequest(model="demo", methods=("yarn",), **written)
+    assert (request.lengths, request.factor, request.perplexity_length) == ((4096, 8192), 4, 2048)
 
 
 def test_arguments_are_those_that_differ_from_the_defaults():

@@ -17,12 +17,12 @@ PACKAGE = ROOT / "rope_patch"
 
 # Room: (most lines, most files)
 BUDGETS = {
-    "": (1_445, 8),
+    "": (1_560, 9),
     "benchmarks": (3_400, 14),
-    "cli": (2_915, 24),
+    "cli": (3_130, 24),
     "diagnosing": (3_095, 11),
     "encodings": (4_200, 19),
-    "evaluation": (11_270, 35),
+    "evaluation": (11_340, 36),
     "exporting": (2_910, 16),
     "extending": (1_745, 9),
     "inference": (1_300, 6),
@@ -35,15 +35,15 @@ BUDGETS = {
     "pretrained": (3_385, 13),
     "recommending": (2_650, 9),
     "runs": (400, 3),
-    "searching": (3_500, 20),
+    "searching": (3_505, 20),
     "served": (1_200, 7),
     "serving": (1_300, 11),
     "statistics": (1_650, 8),
     "tasks": (5_700, 33),
-    "training": (8_900, 31),
+    "training": (8_945, 31),
     "transformers_api": (1_330, 9),
-    "utils": (1_590, 13),
-    "verifying": (2_900, 10),
+    "utils": (1_605, 13),
+    "verifying": (2_905, 10),
 }
 
 # Folders of peers: a file for each task, engine, method or command.
@@ -175,7 +175,7 @@ def counts(code, *words):
 def test_a_call_goes_through_few_files():
     patch, modules, growing_step, step = counts(CALLS)
     assert patch <= 35
-    assert modules <= 118
+    assert modules <= 119
     assert growing_step <= 23
     assert step <= 14
 

@@ -28,6 +28,13 @@ INSTANT = [
     *(["eval", "x", "--method", "yarn", "--lengths", "many"], ["methods", "yran"]),
     *(["compare", "x", "--lengths", "many"], ["compare", "x", "--option", "x"]),
     *(["recipes"], ["recipes", "yarn_64k"]),
+    *(["patchh"], ["compare", "x", "--lenght", "4"], ["compare", "x", "--method", "yran"]),
+    *([name, "x", "--method", "yran"] for name in ("eval", "diagnose", "bench")),
+    ["patch", "x", "--method", "yran", "--to", "y"],
+    ["export", "x", "--engine", "vllm", "--method", "yran"],
+    ["verify", "http://localhost:9", "--against", "x", "--method", "yran"],
+    ["eval", "x", "--method", "yarn", "--tasks", "rp_niahh"],
+    *(["tasks", "rp_niahh"], ["tasks", "rp_vt"], ["diagnose", "x", "--length", "4y"]),
 ]
 ORDERS = [
     "import rope_patch.methods",

@@ -8,7 +8,14 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.cli.runtime import CRASHED, EXIT_CODE, REFUSED, interruptible, messages
+from rope_patch.cli.runtime import (
+    CRASHED,
+    EXIT_CODE,
+    REFUSED,
+    interruptible,
+    messages,
+    unread_output,
+)
 from rope_patch.utils.errors import printable
 
 if TYPE_CHECKING:
@@ -28,7 +35,7 @@ def run(command: Callable[[], Any]) -> None:
     What is no refusal is a defect of this package: it ends with a traceback, and with another exit
     code than a refusal or a verdict.
     """
-    with interruptible(), messages():
+    with interruptible(), unread_output(), messages():
         try:
             command()
         except KeyboardInterrupt:

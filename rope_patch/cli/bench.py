@@ -20,6 +20,7 @@ from rope_patch.cli.runtime import (
     requires_extra,
     terminable,
 )
+from rope_patch.utils.installation import install_hint
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,14 @@ class _ModelOptions(options.OptionGroup):
         "With a MODEL: a method, or `none` for the model as it is; compared with the one named "
         "first.",
     )
-    factor: float = option(4, "Target length / trained length; dynamic methods follow up to there.")
+    factor: float = option(
+        4,
+        "Target length / trained length; dynamic methods follow up to there.",
+        metavar=options.FACTOR,
+        written=True,
+    )
     prompt: int | None = option(
-        None, "Tokens of the prompt; factor times the trained length if left out."
+        None, "Tokens of the prompt; factor times the trained length if left out.", written=True
     )
     decode: int = option(32, "Tokens decoded in each repeat.")
     trained_length: options.TrainedLength = None
@@ -138,7 +144,7 @@ def bench(
             shapes=options.parse_names(on_kernels.shapes),
             lengths=None
             if on_kernels.lengths is None
-            else tuple(options.parse_ints("lengths", on_kernels.lengths, minimum=1)),
+            else tuple(options.parse_lengths("lengths", on_kernels.lengths)),
             batches=None
             if on_kernels.batch is None
             else tuple(options.parse_ints("batch", on_kernels.batch, minimum=1)),
@@ -235,8 +241,8 @@ def _write_report(results: dict[str, Any], folder: Path) -> str | None:
     except ImportError as error:  # keep the numbers even if no page can be made
         atomic_files.atomic_write(folder / benchmark.FILE, benchmark.as_json(results))
         print(
-            f"{folder / benchmark.FILE}: no page, because {error.name} is not installed: pip "
-            "install 'rope-patch[eval]'",
+            f"{folder / benchmark.FILE}: no page, because {error.name} is not installed: "
+            f"{install_hint('eval')}",
             file=sys.stderr,
         )
         return None

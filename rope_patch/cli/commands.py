@@ -33,7 +33,7 @@ from rope_patch.cli import (
     tasks,
     verify,
 )
-from rope_patch.cli.options import for_typer
+from rope_patch.cli.options import for_typer, group_titles
 from rope_patch.cli.runtime import CRASHED, EXIT_CODE
 from rope_patch.utils.errors import Refused, printable
 
@@ -60,6 +60,8 @@ _VERBOSITY = {
 }
 
 
+_TITLES: dict[str, dict[str, str]] = {}  # by command, the titles of the options that are in groups
+
 # Commands whose exit code 1 is a result: an error of theirs exits with another code.
 WITH_VERDICTS = ("verify", "env", "bench", "eval", "compare", "report")
 
@@ -76,6 +78,30 @@ class Command(TyperCommand):
                 _VERBOSITY[word]()
         options = [word for word in options if word not in _VERBOSITY]
         return super().parse_args(ctx, options + args[end:])
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the usage's words; all that stand for something are in capitals."""
+        words = super().collect_usage_pieces(ctx)
+        return [word.replace("{", "").replace("}", "").upper() for word in words]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, those of a group below its title."""
+        titles = _TITLES.get(self.name or "", {})
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            if parameter.param_type_name == "argument":
+                name, _, kind = record[0].partition(" ")
+                sections["Arguments"].append((f"{name.upper()} {kind}".rstrip(), record[1]))
+            else:
+                title = titles.get(parameter.name or "", "Options")
+                sections.setdefault(title, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
     def _renamed(self, word: str) -> str:
         name, equals, value = word.partition("=")
@@ -182,6 +208,7 @@ def _add(
 ) -> None:
     """Add a command to the app; see `for_typer` for `plugins` and `loads_model`."""
     # With `takes_any`, options are passed on: keys of recipes, and those of transformers' server.
+    _TITLES[name or command.__name__] = group_titles(command)
     settings = {"allow_extra_args": True, "ignore_unknown_options": True} if takes_any else None
     app.command(name, cls=Command, context_settings=settings)(
         for_typer(command, plugins, loads_model)

@@ -14,6 +14,8 @@ from rope_patch.cli.runtime import command_line, requires_extra
 
 @dataclass(frozen=True)
 class _SampleOptions(options.SampleOptions):
+    """How many retrieval samples are taken, and where their answers stand."""
+
     depths: options.Depths = "10,30,50,70,90"
 
 
@@ -77,7 +79,7 @@ def compare(
         ["none", *(method or [])], method_options.trained_length, method_options.start
     )
     parsed: dict[str, Any] = {
-        "lengths": options.parse_ints("lengths", lengths, minimum=1) if lengths else (),
+        "lengths": options.parse_lengths("lengths", lengths) if lengths else (),
         **method_options.arguments(),
         **sample_options.arguments(),
         **text_options.arguments(),

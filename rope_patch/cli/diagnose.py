@@ -15,6 +15,8 @@ logger = logging.getLogger("rope_patch")
 
 @dataclass(frozen=True)
 class _LayerOptions(options.LayerOptions):
+    """Which layers are looked at, and from which rotation."""
+
     layer_types: str | None = option(
         None, "Which layers to look at, by commas; those that see far."
     )

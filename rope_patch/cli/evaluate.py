@@ -35,11 +35,11 @@ def evaluate(
     controls: bool = option(False, "Ask questions of texts without the answer, and of no text."),
     text_options: options.TextOptions,
     perplexity_length: int | None = option(
-        None, "Tokens of a document; the longest of --lengths if left out."
+        None, "Tokens of a document; the longest of --lengths if left out.", written=True
     ),
-    window: int | None = option(None, "Tokens in one point of the perplexity curve.", min=1),
+    window: int | None = option(None, "Tokens in one point of the perplexity curve.", written=True),
     control_context: int | None = option(
-        None, "Context of the control, in tokens; the trained length if left out.", min=2
+        None, "Context of the control, in tokens; the trained length if left out.", written=True
     ),
     stride: int = option(256, "Tokens scored in each window of sliding perplexity.", min=1),
     windows: int = option(8, "Windows of sliding perplexity in each document.", min=1),
@@ -78,7 +78,7 @@ def evaluate(
         raise ValueError("name at least one --method, `none` for the model as it is")
     parsed: dict[str, Any] = {
         **parse_methods(method or ["none"], method_options.trained_length, method_options.start),
-        "lengths": tuple(options.parse_ints("lengths", lengths, minimum=1)),
+        "lengths": tuple(options.parse_lengths("lengths", lengths)),
         **sample_options.arguments(),
         **text_options.arguments(),
         **method_options.arguments(),

@@ -33,7 +33,8 @@ def run_and_report(
         server: The fields of `ServedRequest`, where the request's model is a server's address.
         other: The address of a second server to compare it with.
     """
-    with requires_extra("evaluation needs", "eval"):
+    needed = ("lm_eval", "datasets", "matplotlib", "scipy")
+    with requires_extra("evaluation needs", "eval", *needed):
         from rope_patch.evaluation.report.conclusions import find_gaps
 
         if server is None:

@@ -16,7 +16,10 @@ NOTHING_SHOWN = 3  # the exit code if no method is shown to help
 def extend(
     model: options.Model,
     to: str = option(
-        ..., "The target: a factor, or tokens such as 32768 or 32k.", metavar="4x|TOKENS"
+        ...,
+        "The target: a factor such as 4x, or tokens such as 32768 or 32k. A number without a unit "
+        "is a factor up to 64, and tokens beyond.",
+        metavar="4x|32768|32k",
     ),
     budget: str = option(
         "8h",

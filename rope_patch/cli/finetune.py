@@ -51,8 +51,10 @@ def finetune(
     --out), report_to, retrieval_steps, ..., and those of TrainingArguments. The finished
     model is in OUTPUT_DIR/model, the loss curve in OUTPUT_DIR/log.jsonl, everything that was
     resolved in OUTPUT_DIR/recipe.yaml. For several GPUs give the same to accelerate launch:
-    rope-patch recipes fsdp2 > fsdp2.yaml
-    accelerate launch --config_file fsdp2.yaml -m rope_patch.recipes.finetune --config ...
+
+    \b
+      rope-patch recipes fsdp2 > fsdp2.yaml
+      accelerate launch --config_file fsdp2.yaml -m rope_patch.recipes.finetune --config ...
 
     With --resume auto a run goes on from its last whole checkpoint. It is refused if the weights,
     the data or a key of the recipe is another than before; --keys says which keys may change. One

@@ -16,7 +16,7 @@ def lab(
         "all", "Which encodings, by commas; `all`, or names of `rope_patch.encode`."
     ),
     length: int | None = option(
-        None, "Trained length, in tokens.  [default: 256; 64 with --quick]"
+        None, "Trained length, in tokens.  [default: 256; 64 with --quick]", written=True
     ),
     test: str | None = option(
         None,
@@ -67,7 +67,7 @@ def lab(
         encodings=lab_settings.encoding_names(encodings),
         tasks=tuple(options.split_commas(tasks or ("text" if quick else "text,recall"))),
         length=default_length if length is None else length,
-        tests=() if test is None else tuple(_lengths(test)),
+        tests=() if test is None else tuple(options.split_commas(test)),
         text_steps=text_steps,
         recall_steps=recall_steps,
         seeds=seeds,
@@ -79,16 +79,6 @@ def lab(
         results = run_lab(settings, out, at_once, command_line())
     write_report(results, out, None if as_json else print)
     show_report(out, as_json)
-
-
-def _lengths(text: str) -> list[int]:
-    """Return lengths that a text names by commas."""
-    try:
-        return [int(word) for word in options.split_commas(text)]
-    except ValueError:
-        raise Refused(
-            f"--test takes lengths in tokens by commas, such as 256,512, got {text!r}"
-        ) from None
 
 
 def _steps(text: str | None, quick: bool) -> tuple[int, int]:

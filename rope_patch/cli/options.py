@@ -25,8 +25,11 @@ from typing import Annotated, Any, TypeVar, cast, get_type_hints
 import typer
 import yaml
 
+from rope_patch.evaluation.measures.task_names import require_own_task
 from rope_patch.methods.origin import load_plugin
+from rope_patch.methods.registry import ENCODING_METHODS, get_method
 from rope_patch.transformers_api.remote_code import OPTION, remote_code
+from rope_patch.units import parse_tokens, split_target
 from rope_patch.utils.errors import describe_error, one_line
 from rope_patch.utils.strict_yaml import read_yaml
 
@@ -39,6 +42,7 @@ def option(
     *names: str,
     min: int | None = None,
     metavar: str | None = None,
+    written: bool = False,
 ) -> T:
     """Return what a parameter defaults to if it is an option: typer's option, typed as its value.
 
@@ -48,7 +52,11 @@ def option(
         *names: Its names, if others than typer's: `--no-train`, too, beside `--train`.
         min: The smallest number that it takes.
         metavar: What stands for its value in `--help`.
+        written: Whether it is a factor, named so, or else tokens: see `rope_patch.units`.
     """
+    if written:
+        shown = metavar or TOKENS
+        return cast(T, typer.Option(default, *names, help=about, metavar=shown, **WRITTEN))
     return cast(T, typer.Option(default, *names, help=about, min=min, metavar=metavar))
 
 
@@ -64,13 +72,31 @@ MODEL = (
 
 Model = Annotated[str, typer.Argument(help=MODEL)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def _as_written(text: Any) -> Any:
+    """Return a number as it was written: `for_typer` reads it by the rule of `rope_patch.units`."""
+    return text
+
+
+FACTOR, TOKENS = "4|4x", "32768|32k"  # what stands for a factor and for tokens in `--help`
+WRITTEN: Any = {"parser": _as_written}
+
 Factor = Annotated[
-    float | None, typer.Option(help="Target length / trained length; or give --length.")
+    float | None,
+    typer.Option(
+        help="Target length / trained length; or give --length.", metavar=FACTOR, **WRITTEN
+    ),
 ]
-Length = Annotated[int | None, typer.Option(help="Target length in tokens; or give --factor.")]
+Length = Annotated[
+    int | None,
+    typer.Option(help="Target length in tokens; or give --factor.", metavar=TOKENS, **WRITTEN),
+]
 TrainedLength = Annotated[
     int | None,
-    typer.Option(help="Tokens of pretraining, if the model's config does not say.", min=1),
+    typer.Option(
+        help="Tokens of pretraining, if the model's config does not say.", metavar=TOKENS, **WRITTEN
+    ),
 ]
 Start = Annotated[
     str,
@@ -145,6 +171,20 @@ def parse_ints(name: str, text: str, minimum: int) -> list[int]:
             f"{text!r}"
         )
     return sorted(set(values))
+
+
+def parse_lengths(name: str, text: str) -> list[int]:
+    """Return lengths in tokens separated by commas, sorted, without duplicates.
+
+    Raises:
+        ValueError: A part is no number of tokens, or there is none.
+    """
+    values = sorted({parse_tokens(f"--{name}", part) for part in split_commas(text)})
+    if not values or values[0] < 1:
+        raise ValueError(
+            f"--{name} must be tokens such as 4096,8k, by commas and at least 1, got {text!r}"
+        )
+    return values
 
 
 def parse_options(pairs: list[str] | None) -> dict[str, Any]:
@@ -347,6 +387,17 @@ class TextOptions(OptionGroup):
         }
 
 
+def group_titles(command: Callable[..., None]) -> dict[str, str]:
+    """Return the title above each option in `--help` that is in a group: its docstring."""
+    kinds = inspect.get_annotations(command, eval_str=True).values()
+    groups = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, OptionGroup)]
+    return {
+        each.name: (group.__doc__ or "").splitlines()[0].rstrip(".")
+        for group in groups
+        for each in fields(cast(Any, group))
+    }
+
+
 def for_typer(
     command: Callable[..., None], plugins: bool = False, loads_model: bool = False
 ) -> Callable[..., None]:
@@ -380,10 +431,26 @@ def for_typer(
     if loads_model:
         parameters.append(_parameter(OPTION, TrustRemoteCode, False))
 
+    has_target = {"factor": Factor, "length": Length}.items() <= {
+        each.name: each.annotation for each in parameters
+    }.items()
+    written = [
+        each.name
+        for each in parameters
+        if each.name not in ("factor", "length") and _is_written(each)
+    ]
+
     @functools.wraps(command)
     def run(**values: Any) -> None:
         for source in values.pop("plugin", None) or ():
             load_plugin(source)
+        values |= {name: parse_tokens(name, values[name]) for name in written}
+        _require_methods(values.get("method"))
+        if not values.get("include_path"):
+            for name in split_commas(values.get("tasks") or "") if "include_path" in values else ():
+                require_own_task(name)
+        if has_target:
+            values["factor"], values["length"] = split_target(values["factor"], values["length"])
         model = values.get("against", values.get("model"))
         trusted = values.pop(OPTION) if loads_model else values.get(OPTION, False)
         for name, group in groups.items():
@@ -395,6 +462,20 @@ def for_typer(
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def _require_methods(words: list[str] | str | None) -> None:
+    """Raise if a method is unknown, before what takes seconds is imported."""
+    for word in split_commas(words if isinstance(words, str) else ",".join(words or ())):
+        is_folder = "/" in word or Path(word).exists()
+        if word != "none" and word not in ENCODING_METHODS and not is_folder:
+            get_method(word)
+
+
+def _is_written(parameter: inspect.Parameter) -> bool:
+    """Return whether an option's value is tokens or a factor, as it was written."""
+    infos = (parameter.default, *getattr(parameter.annotation, "__metadata__", ()))
+    return any(getattr(info, "parser", None) is _as_written for info in infos)
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -26,13 +26,15 @@ class _DrawnOptions(options.OptionGroup):
         None, "A folder, a name on the Hub, or `demo`, whose own numbers are shown."
     )
     method: str | None = option(None, "What extends; for angles and bias.")
-    length: int | None = option(None, "Positions shown, in tokens.")
-    trained: int | None = option(None, "Trained length, in tokens.")
+    length: int | None = option(None, "Positions shown, in tokens.", written=True)
+    trained: int | None = option(None, "Trained length, in tokens.", written=True)
     width: int | None = option(None, "Components of an encoding, or of a head.")
     heads: int | None = option(None, "Attention heads.")
     base: float | None = option(None, "Theta of sinusoids and rotations.")
-    factor: float | None = option(None, "Target length / trained length.")
-    position: int | None = option(None, "A position, in tokens.")
+    factor: float | None = option(
+        None, "Target length / trained length.", metavar=options.FACTOR, written=True
+    )
+    position: int | None = option(None, "A position, in tokens.", written=True)
 
 
 def picture(

@@ -12,7 +12,9 @@ from rope_patch.cli.runtime import command_line, show_result, study
 def recommend(
     *,
     model: options.Model,
-    length: int = option(..., "Target length in tokens."),
+    length: int = option(
+        ..., "Target length: tokens, or a factor.", metavar="32768|32k|4x", written=True
+    ),
     minutes: float = option(
         ..., "Minutes for measuring, those of earlier runs in the same folder included."
     ),
@@ -28,7 +30,9 @@ def recommend(
         "costs.",
     ),
     short_length: int | None = option(
-        None, "Tokens of what is measured within the trained length; half of that if left out."
+        None,
+        "Tokens of what is measured within the trained length; half of that if left out.",
+        written=True,
     ),
     most: int = option(96, "Samples of each kind, at most."),
     search: bool = option(True, "Search as well, with what is left of the time."),

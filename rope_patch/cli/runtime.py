@@ -12,11 +12,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from rope_patch.utils.errors import printable
+from rope_patch.utils.installation import install_hint
 
 logger = logging.getLogger("rope_patch")
 
@@ -33,22 +35,25 @@ _ERRORS_ONLY = {"TRANSFORMERS_VERBOSITY": "error"}
 
 
 @contextlib.contextmanager
-def requires_extra(subject: str, extra: str) -> Iterator[None]:
+def requires_extra(subject: str, extra: str, *packages: str) -> Iterator[None]:
     """Turn an ImportError into a hint at what to install.
 
     Args:
         subject: Subject and verb of the message, such as "searching needs".
         extra: The extra of rope-patch to install.
+        *packages: Modules that are looked for first, as they are imported after long work.
 
     Raises:
         ValueError: A package is missing.
     """
+    advice = f"is not installed, which {subject}: {install_hint(extra)}"
+    for package in packages:
+        if find_spec(package) is None:
+            raise ValueError(f"{package} {advice}")
     try:
         yield
     except ImportError as error:
-        raise ValueError(
-            f"{error.name} is not installed, which {subject}: pip install 'rope-patch[{extra}]'"
-        ) from error
+        raise ValueError(f"{error.name} {advice}") from error
 
 
 @contextlib.contextmanager
@@ -75,7 +80,7 @@ def study(subject: str, extra: str) -> Iterator[None]:
     """
     if logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)  # hides the log of each patch
-    with requires_extra(subject, extra), handle_interrupt():
+    with requires_extra(subject, extra, "scipy", "matplotlib"), handle_interrupt():
         yield
 
 
@@ -162,6 +167,52 @@ def _is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class _Output:
+    """Text to a stream whose reader may leave: what comes then is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, or drop it."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered, or drop it."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def _drop(self) -> None:
+        # Also for what is buffered, which Python writes when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+@contextlib.contextmanager
+def unread_output() -> Iterator[None]:
+    """Go on in silence if nobody reads the output any more, as behind `| head`.
+
+    The exit code stays the command's own: a verdict is the same, whoever reads it.
+    """
+    streams = sys.stdout, sys.stderr
+    outputs = [_Output(stream) for stream in streams]
+    sys.stdout, sys.stderr = outputs
+    try:
+        yield
+    finally:
+        for output in outputs:
+            output.flush()
+        sys.stdout, sys.stderr = streams
 
 
 class _PrintableFormatter(logging.Formatter):

@@ -30,6 +30,7 @@ def verify(
         None,
         "Tokens of the longest prompt; a little more than the trained length unless given, at most "
         "4,096.",
+        written=True,
     ),
     seconds: float = option(600.0, "Time budget."),
     seed: options.Seed = 0,

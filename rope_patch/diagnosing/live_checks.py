@@ -532,8 +532,8 @@ def adapter_findings(facts: Facts) -> Iterator[Finding]:
             "trained",
             "PEFT's config has no field about the rotation; the model below rotates "
             + (f"as it is patched, {subject.handle}" if subject.handle else "as its config says"),
-            f"rope_patch.save(model, folder) writes {SIDECAR} beside an adapter that is trained "
-            "on a patched model",
+            f"if {SIDECAR} lies in its folder, rope_patch.load(folder) rotates the base as in "
+            "training; rope_patch.save(model, folder) writes it for a patched model",
         )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SEQUENCES = ("methods", "lengths", "tasks", "depths", "texts", "haystacks", "include_paths")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """What an evaluation measured; print it to read the verdict and the first table.
 
@@ -60,6 +60,12 @@ class Evaluation:
     def figures(self) -> dict[str, Path]:
         """Return the report's pictures by name, `.png` files."""
         return {path.stem: path for path in sorted((self.folder / "figures").glob("*.png"))}
+
+    def __repr__(self) -> str:
+        """Return three lines: what was evaluated, the verdict, and where the report is."""
+        methods = ", ".join(method["label"] for method in self.results["methods"])
+        subject = f"Evaluation of {self.results['run']['model']}: {methods}"
+        return "\n".join((subject, self.verdict, str(self.report)))
 
     def __str__(self) -> str:
         return self.overview

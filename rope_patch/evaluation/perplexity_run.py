@@ -48,9 +48,11 @@ class PerplexityRun:
             request.control_context,
         )
         self.length = max(request.lengths) if length is None else length
-        self.window = perplexity.default_window(self.length) if window is None else window
-        self.block = perplexity.block_size(self.window)
         self.control_context = session.trained_length if context is None else context
+        if window is None:  # the control needs room for it
+            window = perplexity.default_window(min(self.length, 12 * (self.control_context - 1)))
+        self.window = window
+        self.block = perplexity.block_size(self.window)
         self.short_context = perplexity.default_short_context(session.trained_length)
         if PERPLEXITY in self.tasks and self.control_context <= self.window:
             raise ValueError(

@@ -92,9 +92,9 @@ def comparison_request(
     model: str,
     methods: Sequence[str] = DEFAULT_METHODS,
     *,
-    factor: float | None = None,
-    length: int | None = None,
-    lengths: Sequence[int] = (),
+    factor: float | str | None = None,
+    length: int | str | None = None,
+    lengths: Sequence[int | str] = (),
     tasks: Sequence[str] = (),
     profile: str | None = None,
     **fields: Any,
@@ -117,15 +117,15 @@ def comparison_request(
     """
     fields = {"controls": True, **fields, "factor": factor, "length": length}
     names = tuple(dict.fromkeys([BASELINE, *methods]))
-    request = EvalRequest(model=model, methods=names, **fields)
+    request = EvalRequest(model=model, methods=names, **{**fields, "lengths": tuple(lengths)})
     path = demo.resolve_model_path(model)
     # First, before the machine's profile is logged and a tokenizer is read.
     check_methods(request, path, read_config(path, gguf_file=request.gguf_file))
     chosen = choose_profile(profile)
-    test_lengths = tuple(lengths) or default_lengths(
+    test_lengths = request.lengths or default_lengths(
         model,
-        factor,
-        length,
+        request.factor,
+        request.length,
         request.trained_length,
         request.start,
         request.gguf_file,

@@ -10,6 +10,7 @@ from typing import Any
 from rope_patch import tasks
 from rope_patch.entry_points import check, check_encoding
 from rope_patch.evaluation.encoding_facts import require_measurable
+from rope_patch.evaluation.measures.task_names import unknown_task
 from rope_patch.extension import Extension
 from rope_patch.methods import registered_methods
 from rope_patch.pretrained.device_map import require_device
@@ -18,6 +19,7 @@ from rope_patch.pretrained.loading import empty_model, require_dtype
 from rope_patch.pretrained.quantization import parse_quantization, require_unquantized
 from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.tasks import short, texts
+from rope_patch.units import parse_tokens, split_target
 from rope_patch.utils.errors import did_you_mean
 
 BASELINE = "none"
@@ -34,6 +36,7 @@ _LEAST = {
     **dict.fromkeys(("perplexity_length", "window", "stride", "windows", "trained_length"), 1),
     "control_context": 2,
 }
+_TOKENS = ("perplexity_length", "window", "control_context", "trained_length")
 _GROWING_SAMPLES = 10  # samples that a run starts with if it takes as many as it needs
 
 
@@ -46,7 +49,8 @@ class EvalRequest:
         methods: Names from `rope_patch.list_methods()`, and `none` for the plain model.
         factor: Target length / trained length, for the methods; or `length`.
         length: Target length in tokens.
-        lengths: Lengths of the retrieval samples, in tokens.
+        lengths: Lengths of the retrieval samples, in tokens. Texts are taken for numbers of tokens,
+            and for `factor`, too: `32k`, `4x` (`rope_patch.units`).
         tasks: `perplexity`, `key_tokens`, `sliding`, `speed`, our tasks and groups of tasks
             (`rope_patch.tasks.names()`, `.groups()`, `rp_short`), and any task of lm-eval.
         samples: Retrieval samples at each length; one at each depth unless given.
@@ -131,6 +135,18 @@ class EvalRequest:
     seed: int = 42
     folder: Path = Path("out")
     command: str = ""
+
+    def __post_init__(self) -> None:
+        factor, length = split_target(self.factor, self.length)
+        texts = {name: parse_tokens(name, getattr(self, name)) for name in _TOKENS}
+        lengths = tuple(parse_tokens("lengths", each) for each in self.lengths)
+        for name, value in {
+            **texts,
+            "factor": factor,
+            "length": length,
+            "lengths": lengths,
+        }.items():
+            object.__setattr__(self, name, value)
 
     def sample_options(self, *, chat: bool) -> dict[str, Any]:
         """Return the options of the package's tasks; `chat`: put questions into a chat template."""
@@ -301,14 +317,10 @@ def _included_tasks(request: EvalRequest) -> set[str]:
 
 def _check_task(name: str) -> None:
     """Raise if a name resembles a task of this package; let names pass that lm-eval may know."""
-    hint = did_you_mean(name, _own_names(), cutoff=0.7)
+    known = _own_names()
     has_lm_eval = importlib.util.find_spec("lm_eval") is not None
-    if name.startswith("rp_") or (hint and not has_lm_eval):
-        groups = ", ".join(sorted(tasks.groups()))
-        raise ValueError(
-            f"unknown task {name!r}{hint}; expected {', '.join(MEASURES)}, one of the groups "
-            f"{groups}, {SHORT}, one of their tasks, or a task of lm-eval"
-        )
+    if name.startswith("rp_") or (did_you_mean(name, known, cutoff=0.7) and not has_lm_eval):
+        raise unknown_task(name, known)
 
 
 def _check_options(request: EvalRequest) -> None:

@@ -16,6 +16,7 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods import Method
 from rope_patch.patching.method_wrappers import ContinuedScaling, unwrap
 from rope_patch.serving.vllm.rope_type import BASE_KEY, rope_type_for
+from rope_patch.utils.installation import install_hint
 
 # The largest length of a method that follows every length, if the request names none.
 _DEFAULT_FACTOR = 4
@@ -88,7 +89,7 @@ def export(target: Target) -> Export:
         config=config,
         arguments=["--hf-overrides", json.dumps(config), "--max-model-len", str(length)],
         notes=[
-            "needs the plugin in vLLM's environment: pip install 'rope-patch[vllm]'",
+            f"needs the plugin in vLLM's environment: {install_hint('vllm')}",
             *notes,
         ],
         needs_plugin=True,

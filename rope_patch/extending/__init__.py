@@ -16,7 +16,7 @@ export_lazily(
             "read_results trained_candidate"
         ),
         "publication": "publish render_card write_exports",
-        "request": "ExtendRequest parse_duration parse_target",
+        "request": "ExtendRequest parse_duration target_length",
         "work_folder": "WorkFolder",
     },
 )

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.extending.request import Extended, ExtendRequest, parse_duration
+from rope_patch.units import parse_tokens
 
 
 def extend(
     model: str | os.PathLike[str],
-    to: str | int,
+    to: str | float,
     *,
     out: str | os.PathLike[str],
     budget: str | float = "8h",
@@ -22,7 +23,7 @@ def extend(
     texts: Sequence[str] = (),
     search: bool = True,
     samples: int = 96,
-    trained_length: int | None = None,
+    trained_length: int | str | None = None,
     start: str = "auto",
     anyway: bool = False,
     dtype: str = "auto",
@@ -35,7 +36,8 @@ def extend(
 
     Args:
         model: A folder, a name on the Hub, or `demo`.
-        to: The target: a factor such as `4x`, or tokens such as 32768 or `32k`.
+        to: The target: a factor such as `4x`, or tokens such as 32768 or `32k`. A number without a
+            unit is a factor up to 64, and tokens beyond.
         out: The folder of everything that is written; the same call continues there.
         budget: Wall time of all steps together, such as `8h` or `90m`, or seconds.
         train: Whether to fine-tune, too, where memory and time allow it.
@@ -76,7 +78,7 @@ def extend(
         texts=tuple(texts),
         search=search,
         samples=samples,
-        trained_length=trained_length,
+        trained_length=parse_tokens("trained_length", trained_length),
         start=start,
         anyway=anyway,
         dtype=dtype,

@@ -25,7 +25,7 @@ from rope_patch.extending.request import (
     PUBLISHED,
     Extended,
     ExtendRequest,
-    parse_target,
+    target_length,
 )
 from rope_patch.extending.work_folder import WORK, WorkFolder
 from rope_patch.extension import require_near
@@ -106,7 +106,7 @@ def _check(request: ExtendRequest) -> tuple[int, int]:
             "made from"
         )
     _, trained = model_lengths(path, config, request.trained_length, request.start)
-    length = parse_target(request.to, trained)
+    length = target_length(request.to, trained)
     require_near(length, trained, request.anyway)
     fine_tuning.require_recipe(request)
     return trained, length

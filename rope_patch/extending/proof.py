@@ -136,8 +136,9 @@ def plan_samples(
     count = max(1, min(most // PER_TEXT, texts_in_time))
     least = least_texts(SIGNIFICANCE_LEVEL / (len(pilot.methods) - 1 + with_trained))
     if count < least <= most // PER_TEXT:
+        texts = f"{count} text{'' if count == 1 else 's'}"
         left_out.append(
-            f"more than {count} texts: one takes {format_duration(text_seconds)} "
+            f"more than {texts}: one takes {format_duration(text_seconds)} "
             f"({text_seconds:.3g} s), and the budget leaves {format_duration(seconds)} for the "
             f"comparison; these are too few texts to say ({least} decide), and a larger budget "
             "asks about more"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from rope_patch.pretrained import demo
 from rope_patch.tasks import texts
 from rope_patch.training.data import readers
+from rope_patch.units import parse_target
 from rope_patch.utils.checksums import digest
 from rope_patch.utils.errors import Refused, text_html
 
@@ -27,7 +27,8 @@ class ExtendRequest:
 
     Attributes:
         model: A folder, a name on the Hub, or `demo`.
-        to: The target: a factor such as `4x`, or tokens such as `32768` or `32k`.
+        to: The target: a factor such as `4x`, or tokens such as `32768` or `32k`; see
+            `rope_patch.units` for a number without a unit.
         out: The folder of everything that is written.
         budget: Seconds of wall time for all steps together.
         train: Whether to fine-tune, too, where memory and time allow it.
@@ -89,32 +90,24 @@ class ExtendRequest:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
 
-def parse_target(to: str | int | float, trained: int) -> int:
+def target_length(to: str, trained: int) -> int:
     """Return a target in tokens.
 
     Args:
-        to: A factor such as `4x`, or tokens such as `32768`, `32,768` or `32k` (times 1,024).
+        to: A factor such as `4x` or `4`, or tokens such as `32768` or `32k` (`rope_patch.units`).
         trained: The trained length in tokens.
 
     Raises:
         ValueError: It is neither, or not above the trained length.
     """
-    text = str(to).strip().lower().replace(",", "").replace("_", "")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([x×]?|k)", text)
-    number = float(match[1]) if match else math.nan
-    if match is None or not math.isfinite(number):
-        raise Refused(
-            f"to must be a factor such as 4x or a number of tokens such as 32768, got {to!r}"
-        )
-    length = number * {"": 1, "k": 1024}.get(match[2], trained)
+    factor, tokens = parse_target("to", to)
+    length = round(factor * trained) if tokens is None and factor is not None else tokens or 0
     if length <= trained:
         raise Refused(
             f"to must be above the {trained:,} tokens that the model was trained on, got {to} "
             f"({length:,.0f} tokens): expected for example 2x or {2 * trained}"
         )
-    if length != round(length) and match[2] not in ("x", "×"):
-        raise Refused(f"to must be a whole number of tokens, got {to!r}")
-    return round(length)
+    return length
 
 
 def parse_duration(text: str) -> float:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rope_patch.encodings.replacement.entry_point import list_encodings
+from rope_patch.units import parse_tokens
 from rope_patch.utils.errors import Refused, did_you_mean
 
 TEXT, RECALL = "text", "recall"
@@ -61,7 +62,7 @@ class LabSettings:
     encodings: tuple[str, ...]
     tasks: tuple[str, ...] = TASKS
     length: int = LENGTH
-    tests: tuple[int, ...] = ()
+    tests: tuple[Any, ...] = ()
     text_steps: int = TEXT_STEPS
     recall_steps: int = RECALL_STEPS
     seeds: int = 1
@@ -69,6 +70,9 @@ class LabSettings:
     sequences: int = 48
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "length", parse_tokens("length", self.length))
+        tests = tuple(parse_tokens("test", each) for each in self.tests)
+        object.__setattr__(self, "tests", tests)
         known = list_encodings()
         _require_names("encodings", self.encodings, known)
         _require_names("tasks", self.tasks, TASKS)

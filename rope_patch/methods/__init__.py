@@ -15,6 +15,7 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method, option
 from rope_patch.methods.origin import load_plugin
 from rope_patch.methods.registry import build, register_method, registered_methods
+from rope_patch.units import parse_factor, parse_tokens
 from rope_patch.utils.installation import warn_renamed
 from rope_patch.utils.lazy_exports import export_lazily
 
@@ -76,9 +77,9 @@ def frequencies(
     *,
     head_dim: int,
     theta: float,
-    trained_length: int,
-    factor: float = 1.0,
-    seq_len: float | None = None,
+    trained_length: int | str,
+    factor: float | str = 1.0,
+    seq_len: float | str | None = None,
     rotary_dim: int | None = None,
     **options: Any,
 ) -> Frequencies:
@@ -103,10 +104,11 @@ def frequencies(
     geometry = Geometry(
         head_dim=head_dim,
         theta=theta,
-        trained_length=trained_length,
+        trained_length=parse_tokens("trained_length", trained_length),
         rotary_dim=head_dim if rotary_dim is None else rotary_dim,
     )
-    return build(method, factor=factor, **options).frequencies(geometry, seq_len)
+    built = build(method, factor=parse_factor("factor", factor), **options)
+    return built.frequencies(geometry, parse_tokens("seq_len", seq_len))
 
 
 class _Callable(ModuleType):

@@ -28,6 +28,7 @@ from rope_patch.ops.self_check import (
     variant_fields,
 )
 from rope_patch.ops.validation import may_share_memory, overlaps_itself, validate_shapes
+from rope_patch.utils.installation import install_hint
 
 logger = logging.getLogger("rope_patch")
 
@@ -88,7 +89,7 @@ def use_triton(x: torch.Tensor, kernels: str = "auto") -> bool:
     if problem := triton_unavailable_reason():
         raise ValueError(
             f'kernels="triton" was asked for, but {problem[0].lower()}{problem[1:]}: install it '
-            "(pip install 'rope-patch[kernels]'), or leave kernels at \"auto\""
+            f'({install_hint("kernels")}), or leave kernels at "auto"'
         )
     if not x.is_cuda and not is_interpreted():
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from rope_patch.pictures.renderer import Picture
 from rope_patch.transformers_api.remote_code import remote_code
+from rope_patch.units import parse_factor, parse_tokens
 from rope_patch.utils.errors import Refused, did_you_mean
 
 _COUNTS = ("length", "trained", "width", "heads", "position")
@@ -44,6 +45,9 @@ class PictureOptions:
     given: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "factor", parse_factor("factor", self.factor))
+        for name in ("length", "trained", "position"):
+            object.__setattr__(self, name, parse_tokens(name, getattr(self, name)))
         for name in _COUNTS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

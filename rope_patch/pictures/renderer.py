@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # All lengths are in CSS pixels: at 72 dots per inch one point of matplotlib is one pixel.
 _WIDTH, _HEIGHT, _CAPTION_LINE = 912, 400, 19
 _ROW_HEIGHT = 200  # height of a panel without labels, where there are several rows
+_DIAL_HEIGHT = 176  # height of a row of dials
 _LEFT, _RIGHT, _BAR_RIGHT = 86, 24, 84  # space for labels of the y axis and of colour bars
 _GAP = 22  # space between panels that share their labels
 _TITLE, _BELOW, _NO_LABELS = 40, 52, 20
@@ -65,7 +66,10 @@ def draw(picture: Picture) -> Figure:
     columns = picture.columns or len(picture.panels)
     rows = math.ceil(len(picture.panels) / columns)
     row_height = _ROW_HEIGHT if rows > 1 else _HEIGHT - 2 * _BELOW
-    below = _CAPTION_LINE * len(lines) + 24 + _BELOW - _NO_LABELS + _room_below(picture.panels)
+    labels = _BELOW - _NO_LABELS
+    if all(isinstance(panel, Dials) for panel in picture.panels):  # low, and without axes
+        row_height, labels = _DIAL_HEIGHT, 0
+    below = _CAPTION_LINE * len(lines) + 24 + labels + _room_below(picture.panels)
     frame = _Frame(below + rows * row_height + 12, row_height, below)
     shared = _shared_limits(picture.panels)
     with canvas(_WIDTH, frame.height) as page:
@@ -212,19 +216,18 @@ def _draw_curves(axes: Axes, cell: _Cell, panel: Curves) -> None:
 def _draw_dials(axes: Axes, panel: Dials) -> None:
     from matplotlib.patches import Circle, Wedge
 
-    columns = math.ceil(len(panel.dials) / 2)
     axes.set_axis_off()
     axes.set_aspect("equal", anchor="NW")
     for number, dial in enumerate(panel.dials):
-        x, y = 2.6 * (number % columns), -3.1 * (number // columns)
+        x, y = 2.6 * number, 0.0
         arc = math.degrees(dial.trained_arc)
         axes.add_patch(Wedge((x, y), 1, 0, arc, facecolor=PAPER["line"], edgecolor="none"))
         axes.add_patch(Circle((x, y), 1, fill=False, edgecolor=PAPER["muted"]))
         end = (x + math.cos(dial.angle), y + math.sin(dial.angle))
         axes.plot([x, end[0]], [y, end[1]], color=PAPER["m1"], linewidth=2.5)
         axes.text(x, y - 1.12, dial.title, ha="center", va="top", color=PAPER["muted"])
-    axes.set_xlim(-1.2, 2.6 * (columns - 1) + 1.2)
-    axes.set_ylim(-3.1 * ((len(panel.dials) - 1) // columns) - 1.7, 1.2)
+    axes.set_xlim(-1.2, 2.6 * (len(panel.dials) - 1) + 1.2)
+    axes.set_ylim(-1.7, 1.2)
 
 
 def _draw_path(axes: Any, panel: Path) -> None:

@@ -32,6 +32,7 @@ from rope_patch.pretrained.sidecar import (
     rotate_alike,
 )
 from rope_patch.utils.errors import Refused, parse_json
+from rope_patch.utils.installation import install_hint
 
 logger = logging.getLogger("rope_patch")
 
@@ -244,7 +245,7 @@ def _import_peft() -> Any:
         import peft
     except ImportError as error:
         raise Refused(
-            f"{error.name} is not installed, which adapters need: pip install 'rope-patch[train]'"
+            f"{error.name} is not installed, which adapters need: {install_hint('train')}"
         ) from error
     return peft
 

@@ -22,6 +22,7 @@ from rope_patch.searching.fitness import make_space
 from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.model import dependency_versions, eval_mode, open_model, run_identity
 from rope_patch.transformers_api.remote_code import takes_remote_code
+from rope_patch.units import parse_tokens
 from rope_patch.utils import atomic_files
 from rope_patch.utils.processes import Processes
 
@@ -38,14 +39,14 @@ def recommend(
     model: Any,
     tokenizer: Any = None,
     *,
-    length: int,
+    length: int | str,
     budget: float,
     text: str | Sequence[str] | None = None,
     samples: Sequence[Sample] | str | os.PathLike[str] | None = None,
-    short_length: int | None = None,
+    short_length: int | str | None = None,
     most: int = MAX_SAMPLES,
     search: bool = True,
-    trained_length: int | None = None,
+    trained_length: int | str | None = None,
     layer_types: list[str] | None = None,
     start: str = "auto",
     anyway: bool = False,
@@ -116,7 +117,7 @@ def recommend(
     source = open_model(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
     )
-    extension = Extension(
+    extension = Extension.of(
         "longrope",
         length=length,
         trained_length=trained_length,
@@ -128,7 +129,9 @@ def recommend(
     space = make_space(source.skeleton, extension)
     trained = space.geometry.trained_length
     short = _choose_short_length(
-        short_length, trained, source.tokenizer if samples is None else None
+        parse_tokens("short_length", short_length),
+        trained,
+        source.tokenizer if samples is None else None,
     )
     sample_blocks = _build_samples(
         samples, text, source.tokenizer, space.length, trained, short, most, seed

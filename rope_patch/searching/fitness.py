@@ -17,7 +17,7 @@ from rope_patch.inference.samples import Sample
 from rope_patch.inference.scorer import Score, Scorer
 from rope_patch.patching import current
 from rope_patch.searching.candidates import Candidate, SearchSpace
-from rope_patch.utils.errors import Refused, describe_error
+from rope_patch.utils.errors import describe_error
 from rope_patch.utils.processes import Processes
 
 ALPHA = 0.005  # error rate of each look: how often an equally good candidate is stopped
@@ -317,10 +317,7 @@ def make_space(model: Any, extension: Extension) -> SearchSpace:
     if (factor is None) == (length is None):
         received = "neither" if factor is None else f"factor={factor} and length={length}"
         raise ValueError(f"give exactly one of factor and length, got {received}")
-    try:
-        plan = check(model, replace(extension, method="linear", options={}))
-    except Refused as error:
-        raise ValueError(f"the model cannot be searched for this target: {error}") from error
+    plan = check(model, replace(extension, method="linear", options={}))
     if len(plan.geometries) > 1:
         kinds = ", ".join(str(layer_type) for layer_type in plan.geometries)
         raise ValueError(

@@ -36,6 +36,7 @@ from rope_patch.searching.sample_sets import (
 )
 from rope_patch.searching.search_result import SearchResult
 from rope_patch.searching.strategies.registry import STRATEGIES, Strategy
+from rope_patch.searching.strategies.trust_region import require_optuna
 from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import did_you_mean
@@ -47,8 +48,8 @@ def search(
     model: Any,
     tokenizer: Any = None,
     *,
-    length: int | None = None,
-    factor: float | None = None,
+    length: int | str | None = None,
+    factor: float | str | None = None,
     method: str = "curve",
     budget: int = 200,
     fitness: str | None = None,
@@ -57,7 +58,7 @@ def search(
     held_out: SampleSource | int | None = None,
     short: SampleSource | None = None,
     count: int = DEFAULT_COUNT,
-    trained_length: int | None = None,
+    trained_length: int | str | None = None,
     layer_types: list[str] | None = None,
     start: str = "auto",
     anyway: bool = False,
@@ -134,7 +135,7 @@ def search(
     source = open_model(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
     )
-    extension = Extension(
+    extension = Extension.of(
         "longrope",
         factor=factor,
         length=length,
@@ -219,6 +220,8 @@ def _get_strategy(method: str, options: dict[str, Any]) -> Strategy:
     if method not in STRATEGIES:
         hint = did_you_mean(method, STRATEGIES)
         raise ValueError(f"no strategy {method!r}{hint}: expected one of {', '.join(STRATEGIES)}")
+    if method == "curve":  # before anything is measured
+        require_optuna()
     names = STRATEGIES[method].options
     for name in options:
         if name not in names:

@@ -42,6 +42,7 @@ from rope_patch.training.objective.distillation import (
 )
 from rope_patch.training.settings import Settings
 from rope_patch.utils.errors import Refused
+from rope_patch.utils.installation import install_hint
 from rope_patch.utils.provenance import fingerprint
 
 logger = logging.getLogger("rope_patch")
@@ -274,7 +275,7 @@ def add_lora(model: Any, settings: Settings) -> Any:
         import peft
     except ImportError as error:
         raise ValueError(
-            f"{error.name} is not installed, which LoRA needs: pip install 'rope-patch[train]'"
+            f"{error.name} is not installed, which LoRA needs: {install_hint('train')}"
         ) from error
     extension = settings.extension
     names = {name for name, _ in model.named_modules()}

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +22,11 @@ from rope_patch.patching.dynamic import hooks
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.training.checkpoints import explain_write_errors, latest_complete
 from rope_patch.utils import atomic_files
+from rope_patch.utils.installation import install_hint
 from rope_patch.utils.provenance import peak_memory
 from rope_patch.utils.terminal import progress_bar
+
+logger = logging.getLogger("rope_patch")
 
 LOG = "log.jsonl"
 _LOSS_WINDOW = 20  # steps in the mean loss that a rise is measured from
@@ -117,6 +121,7 @@ class TrainingProgress:
         self.path = folder / LOG
         self.tokens = tokens
         self.main = main
+        self._first, self._last = steps_done + 1, steps
         self.began = self.last_step_time = time.monotonic()
         self.bar = progress_bar(
             desc="fine-tuning",
@@ -163,6 +168,9 @@ class TrainingProgress:
             "tok/s": f"{line['tokens_per_second']:,.0f}",
             "GB": f"{line['memory_gb']:.1f}",
         }
+        if self.main and step in (self._first, self._last) and not sys.stderr.isatty():
+            # A log has a line of the bar a minute, and shorter runs would show no loss.
+            logger.info("step %d of %d: loss %s", step, self._last, postfix["loss"])
         self.bar.set_postfix(postfix, refresh=False)
         self.bar.update()
         return line
@@ -234,8 +242,8 @@ class Needles:
             from rope_patch.evaluation.measures import lm_eval_tasks
         except ImportError as error:
             raise ValueError(
-                f"{error.name} is not installed, which retrieval_steps needs: pip install "
-                "'rope-patch[eval]'"
+                f"{error.name} is not installed, which retrieval_steps needs: "
+                f"{install_hint('eval')}"
             ) from error
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.tokenizer, self.length, self.samples = tokenizer, length, samples

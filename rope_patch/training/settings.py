@@ -23,6 +23,7 @@ from rope_patch.training import stage as stage_keys
 from rope_patch.training.data.arguments import DataArguments
 from rope_patch.training.objective.arguments import ObjectiveArguments, check_objective
 from rope_patch.training.stage import Stage
+from rope_patch.units import parse_tokens, split_target
 from rope_patch.utils.errors import did_you_mean, one_line
 from rope_patch.utils.strict_yaml import read_yaml
 
@@ -137,6 +138,12 @@ class ExtensionArguments:
     ignore_plan: bool = field(
         default=False, metadata={"help": "Start although the plan says that memory is too small."}
     )
+
+    def __post_init__(self) -> None:
+        """Turn texts such as `4x` and `32k` into numbers."""
+        self.factor, self.length = split_target(self.factor, self.length)
+        for name in ("trained_length", "train_length", "retrieval_length"):
+            setattr(self, name, parse_tokens(name, getattr(self, name)))
 
 
 @dataclass
@@ -499,6 +506,9 @@ class RecipeParser(HfArgumentParser, Parser):
     def __init__(self, kinds: Sequence[Any]) -> None:
         self._kinds = kinds
         super().__init__(kinds, add_help=False, allow_abbrev=False)
+        for action in self._actions:
+            if action.dest in _WRITTEN_KEYS:  # their dataclasses read them
+                action.type = _written_number
 
     def coerce(self, key: str, value: Any) -> Any:
         """Return a YAML value in its key's shape: a single value, a list, or a mapping.
@@ -532,6 +542,16 @@ class RecipeParser(HfArgumentParser, Parser):
         return {get_origin(part) or part for part in (hint, *get_args(hint))}
 
 
+def _written_number(text: str) -> str:
+    return text
+
+
+_WRITTEN_KEYS = (
+    *("factor", "length", "trained_length", "train_length", "retrieval_length"),
+    *("short_length", "min_document_length"),
+)
+
+
 def _with_underscores(word: str) -> str:
     """Return a word of the command line with a key's dashes as underscores."""
     key, equals, value = word.partition("=")
@@ -541,7 +561,8 @@ def _with_underscores(word: str) -> str:
 
 
 def _type_name(type_: Any) -> str:
-    return {"str": "text", "string_to_bool": "bool"}.get(type_.__name__, type_.__name__)
+    names = {"str": "text", "string_to_bool": "bool", "_written_number": "number"}
+    return names.get(type_.__name__, type_.__name__)
 
 
 def _to_cli_string(value: Any) -> Any:

@@ -152,6 +152,14 @@ class LongContextTrainer(Trainer):
         keep_settings(self.optimizer, lambda: self._load_optimizer_and_scheduler(str(carried)))
         self.lr_scheduler.load_state_dict(schedule)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        config = getattr(self.model, "config", None)
+        if getattr(config, "tie_word_embeddings", False):  # files have tied weights once
+            tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
+            missing = [key for key in load_result.missing_keys if key not in tied]
+            load_result = load_result._replace(missing_keys=missing)
+        super()._issue_warnings_after_load(load_result)
+
     def _get_output_dir(self, trial: Any) -> str:
         return self.checkpoint_folder or super()._get_output_dir(trial)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.utils import atomic_files
+from rope_patch.utils.installation import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,7 +134,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"{error.name} is not installed, which pictures need: pip install 'rope-patch[eval]'"
+            f"{error.name} is not installed, which pictures need: {install_hint('eval')}"
         ) from error
 
 

@@ -42,6 +42,15 @@ def resource_folder(name: str) -> Path:
     return installed if installed.is_dir() else package.parent / name
 
 
+def install_hint(extra: str) -> str:
+    """Return what installs the packages of an extra; the project is on no index.
+
+    Args:
+        extra: The extra's name in pyproject.toml.
+    """
+    return f"pip install '.[{extra}]' in a clone of rope-patch"
+
+
 def warn_renamed(old: str, new: str) -> None:
     """Warn the caller's caller that a name is another one now.
 

@@ -15,6 +15,7 @@ import torch
 from rope_patch.extension import Extension
 from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.transformers_api.remote_code import remote_code
+from rope_patch.units import parse_tokens
 from rope_patch.utils.terminal import progress_bar
 from rope_patch.verifying.asked_rotation import AskedRotation
 from rope_patch.verifying.clients import CannotReach, CannotVerify, Engine, Observation
@@ -36,15 +37,15 @@ def verify(
     *,
     against: Any,
     method: str | Extension | None = None,
-    factor: float | None = None,
-    length: int | None = None,
-    trained_length: int | None = None,
+    factor: float | str | None = None,
+    length: int | str | None = None,
+    trained_length: int | str | None = None,
     layer_types: list[str] | None = None,
     start: str = "auto",
     anyway: bool = False,
     engine: str = "auto",
     served_model: str | None = None,
-    tokens: int | None = None,
+    tokens: int | str | None = None,
     seconds: float = 600.0,
     seed: int = 0,
     progress: bool = True,
@@ -94,7 +95,9 @@ def verify(
             model; or the request cannot be met.
     """
     began = time.monotonic()
-    request = VerifyRequest(tokens=tokens, seconds=seconds, seed=seed, progress=progress)
+    request = VerifyRequest(
+        tokens=parse_tokens("tokens", tokens), seconds=seconds, seed=seed, progress=progress
+    )
     extension = None
     if method is not None:
         extension = Extension.of(

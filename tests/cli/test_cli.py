@@ -2,7 +2,11 @@
 
 import json
 import logging
+import os
+import re
 import runpy
+import subprocess
+import sys
 from importlib import metadata
 
 import pytest
@@ -71,8 +75,8 @@ def test_help_has_examples(command):
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        ("eval x --methods none --report o --lengths many", "whole numbers"),
-        ("compare x --methods=none --report=o --lengths many", "whole numbers"),
+        ("eval x --methods none --report o --lengths many", "tokens such as"),
+        ("compare x --methods=none --report=o --lengths many", "tokens such as"),
         ("bench --methods none", "--method needs a MODEL"),
         ("search x --method m --budget many", "'--evaluations'"),
         (f"search x --folder {__file__}", f"--out {__file__} is a file"),
@@ -84,6 +88,46 @@ def test_aliases_of_options_work_and_missing_options_are_named(words, fact):
     result = run_in_this_process(*words.split())
     assert result.returncode
     assert fact in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("words", "code"), [("methods", 0), ("--help", 0), ("recipes no", 1)])
+def test_output_that_nobody_reads_ends_in_silence(words, code):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", "from rope_patch.cli import main; main()", *words.split()]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert result.returncode == code
+    assert result.stderr.count("\n") == code  # the refusal alone
+
+
+def test_help_has_options_in_groups_and_one_spelling_of_usage():
+    text = run_in_this_process("compare", "--help").stdout
+    assert text.startswith("Usage: rope-patch compare [OPTIONS] MODEL [OTHER]\n")
+    sections = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
+    assert sections[:3] == [
+        "Arguments:",
+        "Options:",
+        "How many retrieval samples are taken, and where their answers stand:",
+    ]
+    options = re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE)
+    assert len(options) == len(set(options))
+    assert {"--factor", "--precision", "--dtype", "--tokenizer", "--help"} <= set(options)
+
+
+def test_only_public_names_are_offered():
+    assert set(dir(rope_patch)) == {*rope_patch.__all__, "__version__"}
+
+
+def test_tasks_are_a_line_each_and_slips_are_answered():
+    lines = run_in_this_process("tasks").stdout.splitlines()
+    by_name = {line.split()[0]: line for line in lines if line}
+    assert by_name["rp_niah_single_2"].endswith(" _ll      A 7-digit number in a novel")
+    assert {name for name in by_name if name.startswith("rp_vt")} == {"rp_vt"}
+    assert run_in_this_process("tasks", "rp_vt").stdout.startswith("rp_vt  Which five variables")
+    slip = run_in_this_process("tasks", "rp_niah_singel_2")
+    assert (slip.returncode, slip.stdout) == (1, "")
+    assert "did you mean 'rp_niah_single_2'?" in slip.stderr
 
 
 def test_out_sets_the_output_folder_of_a_recipe(monkeypatch):

@@ -1,7 +1,9 @@
 """Test `rope-patch` diagnose, patch, env and verify: text, JSON, files and exit codes."""
 
+import contextlib
 import json
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from helpers.kept_predictions import kept_predictions
 from helpers.wrong_engines import CONFIGS, configured, plain
 
 import rope_patch
+from rope_patch.cli import main
 from rope_patch.patching.proof import checks
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -58,7 +61,7 @@ def test_the_diagnosis_is_printed_even_if_matplotlib_is_missing(monkeypatch, tmp
     result = run_in_this_process("diagnose", TINY, "--length", "512", "--picture", path)
     assert result.returncode == 1
     assert result.stdout == f"{rope_patch.diagnose(TINY, length=512)}\n"
-    assert "pip install 'rope-patch[eval]'" in result.stderr
+    assert "pip install '.[eval]'" in result.stderr
     assert not path.exists()
 
 
@@ -195,6 +198,23 @@ def test_verify_prints_json_and_its_exit_code_is_the_verdict(kept, case, code):
     assert found["noise_floor_nats"] < 1e-3
     names = {"name", "says", "same_as", "nats_a_token", "margin_nats", "tokens", "explains"}
     assert names == found["hypotheses"][0].keys()
+
+
+def test_the_verdict_stays_if_nobody_reads_it(kept, monkeypatch):
+    parameters, _ = CONFIGS["attention factor dropped"]
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does, which has read enough
+    with (
+        kept(),
+        EngineServer(configured("llama", parameters)).running() as url,
+        os.fdopen(writer, "w") as output,
+        contextlib.redirect_stdout(output),
+    ):
+        words = ["rope-patch", "verify", url, *map(str, AGAINST), "-q"]
+        monkeypatch.setattr("sys.argv", words)
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 1
 
 
 def test_text_names_the_rotation_the_margin_and_the_noise_floor(kept):

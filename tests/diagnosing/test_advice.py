@@ -68,7 +68,7 @@ def test_rules(config, length, method, text):
     shell = parse_command(advice.shell)
     if method == "dynamic-yarn":
         assert ",".join(shell.params["method"]).split(",") == ["none", "yarn", "dynamic-yarn"]
-        assert shell.params["length"] == length
+        assert int(shell.params["length"]) == length
     else:
         assert str(shell.params["config"]) == "yarn_64k"
 

@@ -11,7 +11,7 @@ from rope_patch.extending import (
     ProgressPage,
     WorkFolder,
     parse_duration,
-    parse_target,
+    target_length,
 )
 from rope_patch.runs import WallClock
 from rope_patch.utils import align, format_duration
@@ -19,10 +19,14 @@ from rope_patch.utils import align, format_duration
 
 @pytest.mark.parametrize(
     ("to", "length"),
-    [("4x", 1024), ("4×", 1024), ("1.5X", 384), (512, 512), ("32k", 32768), ("1,024", 1024)],
+    [
+        *[("4x", 1024), ("4×", 1024), ("1.5X", 384), ("512", 512), ("32k", 32768), ("1,024", 1024)],
+        # Without a unit: a factor up to 64, tokens beyond.
+        *[("4", 1024), ("1.5", 384), ("64", 16384), ("300", 300)],
+    ],
 )
 def test_targets(to, length):
-    assert parse_target(to, 256) == length
+    assert target_length(to, 256) == length
 
 
 @pytest.mark.parametrize(

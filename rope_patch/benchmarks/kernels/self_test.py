@@ -22,6 +22,7 @@ from rope_patch.ops.self_check import (
     run_trial,
 )
 from rope_patch.utils.errors import Refused, describe_error
+from rope_patch.utils.installation import install_hint
 
 OK, WRONG, NOT_COMPILED, NOT_RUN = "ok", "wrong", "did not compile", "did not run"
 
@@ -130,7 +131,7 @@ def _choose_device() -> torch.device:
     if problem := triton_unavailable_reason():
         raise Refused(
             f"the self-test runs Triton's kernels, but {problem[0].lower()}{problem[1:]}: install "
-            "it (pip install 'rope-patch[kernels]')"
+            f"it ({install_hint('kernels')})"
         )
     if is_interpreted():
         return torch.device("cpu")

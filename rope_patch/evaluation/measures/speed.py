@@ -48,6 +48,7 @@ from rope_patch.transformers_api.remote_code import (
     takes_remote_code,
     trust_argument,
 )
+from rope_patch.units import parse_factor, parse_tokens
 from rope_patch.utils import provenance
 from rope_patch.utils.terminal import align, progress_bar
 
@@ -55,6 +56,7 @@ WARMUP_TOKENS = 4  # decoded before any that counts: allocator and compiler have
 # What the fields of a cache's record are called in results.
 _RECORD_KEYS = {"row_spans": "bounds", "frequencies": "sets"}
 PLAIN = "none"
+_WRITTEN = {"factor": parse_factor, "prompt": parse_tokens, "trained_length": parse_tokens}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,10 @@ class SpeedRequest:
     compiled: bool = False
     random_weights: bool = False
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name, parse in _WRITTEN.items():
+            object.__setattr__(self, name, parse(name, getattr(self, name)))
 
 
 @takes_remote_code

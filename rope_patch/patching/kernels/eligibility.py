@@ -27,6 +27,7 @@ from rope_patch.patching.kernels.attention_forward import (
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.transformers_api.models import APPLY_ROTATION
 from rope_patch.utils.errors import Refused
+from rope_patch.utils.installation import install_hint
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +109,7 @@ def require_kernels(kernels: str, sites: list[RotationSite]) -> None:
     if kernels == "triton" and (problem := triton_unavailable_reason()):
         raise Refused(
             f'kernels="triton" was asked for, but {problem[0].lower()}{problem[1:]}: install it '
-            "(pip install 'rope-patch[kernels]'), or leave kernels at \"auto\""
+            f'({install_hint("kernels")}), or leave kernels at "auto"'
         )
     for rotation in sites:
         if problem := rotation.problem or rotation.passthrough_problem:

@@ -19,12 +19,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
+from rope_patch.utils.installation import install_hint
+
 MAX_SIDE, MIN_SIDE = 0.8, 0.05  # side of the box / range of the bounds
 GROWTH, SHRINKAGE = 1.3, 0.6
 MAX_FAILURES = 3  # failures in a row until the box shrinks
 LOG_FLOOR = 1e-3  # nats; much smaller differences are noise
 
 P = TypeVar("P")  # a dataclass whose fields are the numbers
+
+
+def require_optuna() -> None:
+    """Raise unless optuna is installed.
+
+    Raises:
+        ImportError: It is not.
+    """
+    try:
+        import optuna  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"{error.name} is not installed, which the curve search needs: "
+            f"{install_hint('search')}",
+            name=error.name,
+        ) from error
 
 
 class TrustRegion(Generic[P]):
@@ -38,14 +56,7 @@ class TrustRegion(Generic[P]):
     """
 
     def __init__(self, bounds: Mapping[str, tuple[float, float]]) -> None:
-        try:
-            import optuna  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                f"{error.name} is not installed, which the curve search needs: "
-                "pip install 'rope-patch[search]'",
-                name=error.name,
-            ) from error
+        require_optuna()
         self._bounds = dict(bounds)
         self._points: list[dict[str, float]] = []
         self._fitnesses: list[float] = []

@@ -26,6 +26,7 @@ from rope_patch.serving.vllm.requirements import (
     uses_plugin,
 )
 from rope_patch.utils.errors import Refused
+from rope_patch.utils.installation import install_hint
 
 _LENGTHS = "rope_patch_lengths"
 
@@ -81,7 +82,7 @@ def _refuse_engines(found: dict[Hook, Any], missing: list[str]) -> None:
     """Refuse every engine that asks for a method of rope_patch, naming what vLLM lacks."""
     message = (
         f"rope_patch cannot rotate by request in this release of vLLM, which has no "
-        f"{', '.join(missing)}: install a release that it knows (pip install 'rope-patch[vllm]'), "
+        f"{', '.join(missing)}: install a release that it knows ({install_hint('vllm')}), "
         "or serve a static method that `rope-patch export MODEL --engine vllm` writes in vLLM's "
         "own form"
     )

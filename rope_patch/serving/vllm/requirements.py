@@ -11,6 +11,7 @@ from typing import Any
 from rope_patch.serving.vllm.requests import engine_lengths
 from rope_patch.serving.vllm.rope_type import TRAINED_KEY, our_parameters, read_request
 from rope_patch.utils.errors import Refused
+from rope_patch.utils.installation import install_hint
 
 logger = logging.getLogger("vllm.rope_patch")  # below vLLM's, whose handler prints it
 
@@ -79,9 +80,9 @@ def _require_known_release() -> None:
     if numbers not in KNOWN_RELEASES:
         known = ", ".join(".".join(map(str, release)) for release in KNOWN_RELEASES)
         raise Refused(
-            f"rope_patch knows vLLM {known}, got {version}: install one of these (pip install "
-            "'rope-patch[vllm]'), or serve a static method that `rope-patch export MODEL --engine "
-            "vllm` writes in vLLM's own form"
+            f"rope_patch knows vLLM {known}, got {version}: install one of these "
+            f"({install_hint('vllm')}), or serve a static method that `rope-patch export "
+            "MODEL --engine vllm` writes in vLLM's own form"
         )
     if numbers not in RUN_RELEASES:
         _warn_of_unrun(version)

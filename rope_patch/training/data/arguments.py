@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from rope_patch.training.data.aggregation import TASKS, check_aggregation
 from rope_patch.training.data.documents import check_compression_ratio
+from rope_patch.units import parse_tokens
 from rope_patch.utils.errors import did_you_mean
 
 PACKINGS = ("single", "concatenate", "masked", "best_fit", "best_fit_unmasked")
@@ -86,10 +87,12 @@ class DataArguments:
     )
 
     def __post_init__(self) -> None:
-        """Turn a single source into a list; a recipe may omit the brackets."""
+        """Turn a single source into a list, and texts such as `32k` into numbers."""
         self.data = [self.data] if isinstance(self.data, str) else self.data
         if isinstance(self.short_data, str):
             self.short_data = [self.short_data]
+        for name in ("short_length", "min_document_length"):
+            setattr(self, name, parse_tokens(name, getattr(self, name)))
 
     @property
     def is_best_fit(self) -> bool:

@@ -697,7 +697,8 @@ def summarize(arguments: DataArguments, state: dict[str, Any]) -> dict[str, str]
     if counts.get("documents"):
         padding = counts["padding"] / (counts["tokens"] + counts["padding"])
         summaries["rows"] = (
-            f"{counts['cut'] / counts['documents']:.2%} of {counts['documents']:,} documents cut, "
+            f"{counts['cut']:,} of {counts['documents']:,} document"
+            f"{'' if counts['documents'] == 1 else 's'} cut, "
             f"{padding:.2%} padding"
         )
     if arguments.compression_ratio is not None and read:

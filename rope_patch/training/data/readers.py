@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rope_patch.tasks import texts
 from rope_patch.utils.errors import did_you_mean, one_line, parse_json
+from rope_patch.utils.installation import install_hint
 
 FILE_TYPES = ".txt, .md, .jsonl, .json (lines; these also as .gz) and .parquet"
 _SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "lines"}
@@ -482,5 +483,5 @@ def _import_package(name: str) -> Any:
     except ImportError as error:
         package = name.partition(".")[0]
         raise ValueError(
-            f"this data needs the package {package}: pip install 'rope-patch[train]'"
+            f"this data needs the package {package}: {install_hint('train')}"
         ) from error

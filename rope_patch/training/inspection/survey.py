@@ -33,6 +33,7 @@ from rope_patch.training.data.arguments import DataArguments
 from rope_patch.training.data.documents import compression_ratio, document_text, tokenize_document
 from rope_patch.training.data.readers import DocumentRef, find_source
 from rope_patch.utils import atomic_files
+from rope_patch.utils.installation import install_hint
 from rope_patch.utils.terminal import progress_bar
 
 
@@ -266,8 +267,8 @@ def import_datasketch() -> Any:
         return import_module("datasketch")
     except ImportError as error:
         raise ValueError(
-            f"{error.name} is not installed, which the search for duplicates needs: pip install "
-            "'rope-patch[train]'"
+            f"{error.name} is not installed, which the search for duplicates needs: "
+            f"{install_hint('train')}"
         ) from error
 
 

@@ -267,5 +267,5 @@ def test_results_are_written_without_the_plot_packages(tmp_path, monkeypatch, ca
     benchmarking._bench_kernels(True, tmp_path, lengths=(2,))
     output = capsys.readouterr()
     assert json.loads(output.out)["cases"] == [1]
-    assert "rope-patch[eval]" in output.err
+    assert "'.[eval]'" in output.err
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]

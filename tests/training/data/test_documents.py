@@ -226,7 +226,7 @@ def test_parquet_without_the_column_is_refused(read, tmp_path):
 
 def test_missing_packages_are_named(read, write, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=re.escape("pip install 'rope-patch[train]'")):
+    with pytest.raises(ValueError, match=re.escape("pip install '.[train]'")):
         read(write("a.parquet", "x"))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="needs the package datasets"):

@@ -319,7 +319,7 @@ def test_a_missing_package_is_named_before_anything_is_read(books, monkeypatch):
         "finetune", *RECIPE, "--data", books, "--inspect-data", "--duplicates"
     )
     assert result.returncode == 1
-    assert "pip install 'rope-patch[train]'" in result.stderr
+    assert "pip install '.[train]'" in result.stderr
 
 
 def test_a_source_for_long_and_short_rows_is_read_once(books):
