@@ -22,7 +22,7 @@ BUDGETS = {
     "cli": (2_890, 24),
     "diagnosing": (3_095, 11),
     "encodings": (4_200, 19),
-    "evaluation": (11_020, 34),
+    "evaluation": (11_150, 34),
     "exporting": (2_675, 15),
     "extending": (1_745, 9),
     "inference": (1_300, 6),

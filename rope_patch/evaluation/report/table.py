@@ -63,6 +63,12 @@ class Table:
     task: str = ""
 
     @property
+    def note(self) -> str:
+        """Return what a table's signs mean, if it has some."""
+        has_gaps = any(NOTHING in cell.text for row in self.rows for cell in row.cells)
+        return f"{NOTHING}: not measured" if has_gaps else ""
+
+    @property
     def shown(self) -> list[Row]:
         """Return the rows before the fold."""
         return [row for row in self.rows if not row.folded]
@@ -159,15 +165,19 @@ def ratio_column(
     """Return a column of ratios in one unit, which its head names: percent, or times.
 
     Args:
-        intervals: The ratios; one of which nothing is known is left out.
+        intervals: The ratios.
         head: What is compared; empty where the column beside it says so.
         base: What it is compared with, such as "the plain model".
         beyond: Whether it is of texts beyond the trained length.
     """
-    intervals = [None if is_unknown(interval) else interval for interval in intervals]
-    percent = in_percent(*intervals)
+    percent = in_percent(*(None if is_unknown(interval) else interval for interval in intervals))
     unit = f"% change from {base}" if percent else f"times that of {base}"
-    cells = [ratio_cell(interval, beyond=beyond, percent=percent) for interval in intervals]
+    cells = [
+        Cell(text=UNKNOWN, tip="above 1 or below it, by far", beyond=beyond)
+        if is_unknown(interval)
+        else ratio_cell(interval, beyond=beyond, percent=percent)
+        for interval in intervals
+    ]
     return Cell(text=head or unit, note=unit if head else "", beyond=beyond), cells
 
 
@@ -185,7 +195,9 @@ def length_heads(lengths: list[int], trained: int) -> list[Cell]:
     return [Cell(text=f"{length:,}", beyond=length > trained) for length in lengths]
 
 
-NOTHING = "–"
+NOTHING = "–"  # not measured, and nothing else; each table that has one says so
+BASE = "base"  # what the others of its column are compared with
+UNKNOWN = "cannot tell"
 _TENTHS = SignedFormat(1, minus="−", zero="±")  # of percent, or of a point
 _MANY_TIMES = 3  # a ratio from which on "times" reads better than a percentage
 
@@ -309,7 +321,7 @@ def change_range(interval: Interval, *, percent: bool | None = None, unit: bool 
 
 def _ratio_text(value: float, interval: Interval, percent: bool | None, unit: bool) -> str:
     if math.isnan(value):
-        return NOTHING
+        return UNKNOWN
     if in_percent(interval) if percent is None else percent:
         return f"{_TENTHS.number(100 * (value - 1))}{'%' * unit}"
     return f"{'×' * unit}{_factor_text(value, interval.high - interval.low)}"
