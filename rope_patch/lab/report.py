@@ -461,7 +461,7 @@ def loss_cell(interval: Interval | None, *, beyond: bool = False, missing: str =
     """
     if interval is None:
         return Cell(text=missing, beyond=beyond)
-    span = f"{interval.low:.2f}–{interval.high:.2f}"
+    span = f"{interval.low:.2f} to {interval.high:.2f}"
     if interval.half_width > WIDEST:
         return Cell(text="unclear", note=span, tip=_tip(interval, span), beyond=beyond)
     return Cell(text=f"{interval.estimate:.2f}", note=span, tip=_tip(interval, span), beyond=beyond)

@@ -519,7 +519,7 @@ def _rivals_sentence(stats: RunStatistics, ranking: Ranking) -> str:
         return ""
     if not ranking.rivals:
         return "Each of the other methods is shown to be worse than it."
-    return f"Not told apart from it: {', '.join(stats.names[each] for each in ranking.rivals)}."
+    return f"Not told apart from it: {join_words([stats.names[each] for each in ranking.rivals])}."
 
 
 def _floor_sentence(stats: RunStatistics, best: str, length: int) -> str:
@@ -608,7 +608,7 @@ def gap_sentence(missing: list[str]) -> str:
         missing: From `find_gaps`; not empty.
     """
     names = [note.partition(": ")[0] for note in missing]
-    shown = first_few(names, _MAX_LISTED_GAPS)
+    shown = first_few(names, _MAX_LISTED_GAPS, "{} more, under Not run")
     parts = "1 part was" if len(names) == 1 else f"{len(names)} parts were"
     return (
         f"Incomplete: {parts} not measured ({'; '.join(shown)}); the same command tries again, and "

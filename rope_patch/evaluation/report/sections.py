@@ -34,6 +34,7 @@ _CHOICE_NOTE = (
     "is asked: chance is one in as many."
 )
 _RETENTION = (
+    "Retention is accuracy over the plain model's at the shortest length, both above guessing. "
     f"{report_tables.PASSED}: the interval's lower end is at least {THRESHOLD:.0%}; 100% is as "
     "good as the reference or better. The usable length is the longest up to which the isotonic "
     f"fit (a curve that never rises) is at least {THRESHOLD:.0%}. Its interval reaches from the "

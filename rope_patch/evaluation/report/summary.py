@@ -286,7 +286,7 @@ def _time_memory_sentences(stats: RunStatistics, chosen: str | None) -> Iterator
         ):
             if ratio:
                 low, middle, high = (float(value) for value in ratio)
-                parts.append(f"{what} takes ×{middle:.2f} ({low:.2f}–{high:.2f}) of {base} time")
+                parts.append(f"{what} takes ×{middle:.2f} ({low:.2f} to {high:.2f}) of {base} time")
     if cost.get("peak_bytes"):
         tokens = cost.get("prompt_tokens")
         at = f" for {tokens:,} tokens" if tokens else ""

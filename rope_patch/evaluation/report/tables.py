@@ -656,7 +656,7 @@ def failure_lines(stats: RunStatistics) -> list[str]:
         lines.append(
             one_line(f"{task_name(task)}, {stats.names[label]}: {count} ({names}): {reason}")
         )
-    return first_few(lines, _MAX_FAILURES)
+    return first_few(lines, _MAX_FAILURES, "{} more, in report.json")
 
 
 def size_text(size: int | None) -> str:
@@ -728,7 +728,7 @@ def time_ratio_cell(ratio: Iterable[float] | None) -> Cell:
     low, middle, high = (float(value) for value in ratio)
     if not math.isfinite(middle):
         return Cell(text=UNKNOWN)
-    span = f"{low:.2f}–{high:.2f}"
+    span = f"{low:.2f} to {high:.2f}"
     return Cell(
         text=f"×{middle:.2f}",
         note=span,
