@@ -426,6 +426,10 @@ class RunMetadata(LaterRunKeys, ModelFacts):
     not_run: list[str]
 
 
+# How a run's caution begins under which perplexities tell nothing of methods.
+UNREAD = "the model reads these documents no better than chance"
+
+
 class UsableRecord(TypedDict):
     """The longest length up to which 85% of the plain model's short-context score is kept.
 

@@ -59,7 +59,7 @@ from rope_patch.evaluation.report.tables import (
     time_ratio_cell,
 )
 from rope_patch.evaluation.request import SERVED
-from rope_patch.evaluation.results_schema import FirstScreenRecord, FirstScreenRow
+from rope_patch.evaluation.results_schema import UNREAD, FirstScreenRecord, FirstScreenRow
 from rope_patch.statistics import ClusteredMean, Interval
 
 _MAX_LISTED = 4  # items of a list before "the tables show N more"; methods with sentences on costs
@@ -392,7 +392,9 @@ def first_screen(stats: RunStatistics, ranking: Ranking) -> FirstScreenRecord:
             "right": _bounds(_accuracy_at_longest(stats, label)),
             "loss": _bounds(loss.mean if loss else None),
             "perplexity_beyond": _bounds(stats.average(label, beyond=True)),
-            "price_perplexity": _bounds(stats.ratio_to_plain(label, beyond=False)),
+            "price_perplexity": None
+            if _is_unread(stats)
+            else _bounds(stats.ratio_to_plain(label, beyond=False)),
             "price_short_tasks": _bounds(short.difference if short else None),
             "prompt_time": prompt_time,
             "token_time": token_time,
@@ -461,7 +463,8 @@ def _price_cell(stats: RunStatistics, label: str) -> Cell:
     ratio, paired = stats.ratio_to_plain(label, beyond=False), stats.short_overall(label)
     if ratio is not None:
         cell = ratio_column([ratio], "", "")[1][0]
-        texts.append(change_text(ratio) if cell.text not in (NOTHING, UNKNOWN) else cell.text)
+        is_known = cell.text != UNKNOWN and not _is_unread(stats)
+        texts.append(change_text(ratio) if is_known else UNKNOWN)
         tips.append(f"perplexity {ratio_cell(ratio).tip}")
     if paired is not None:
         change = paired.difference
@@ -469,6 +472,11 @@ def _price_cell(stats: RunStatistics, label: str) -> Cell:
         tip = f"short tasks {texts[-1]}, {points_range(change)}, {n_text(change)}"
         tips.append(f"{tip}, {short_p_text(stats, label)}")
     return Cell(text=", ".join(texts) or NOTHING, tip="; ".join(tips))
+
+
+def _is_unread(stats: RunStatistics) -> bool:
+    """Return whether a caution says that perplexities tell nothing of methods."""
+    return any(line.startswith(UNREAD) for line in stats.run.get("cautions") or [])
 
 
 def _times_cell(stats: RunStatistics, label: str) -> Cell:

@@ -8,6 +8,7 @@ from rope_patch.evaluation import (
     RunStatistics,
     accuracy_tables,
     cost_table,
+    first_screen,
     fitted_table,
     ratio_column,
     short_table,
@@ -113,6 +114,17 @@ def test_the_best_three_and_the_plain_model_have_colours_of_their_own():
     assert list(coloured) == ["method 0", "method 1", "method 2", "none"]
     assert len(set(coloured.values())) == 4
     assert ranking.colours["method 13"] == ranking.colours["method 0"]
+
+
+def test_a_price_that_a_caution_empties_is_not_told():
+    measured = results()
+    said = [row.cells[2].text for row in summary_of(("", measured)).rows]
+    assert said == ["+1.3%, ±0.0 points", "+24.7%, −3.8 points", "base"]
+    measured["run"]["cautions"] = ["the model reads these documents no better than chance: it"]
+    told = [row.cells[2].text for row in summary_of(("", measured)).rows]
+    assert told == ["cannot tell, ±0.0 points", "cannot tell, −3.8 points", "base"]
+    rows = first_screen(*ranked(measured))["methods"]
+    assert {row["price_perplexity"] is None for row in rows.values()} == {True}
 
 
 def test_a_column_of_ratios_has_one_unit_in_its_head():
