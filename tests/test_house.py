@@ -22,7 +22,7 @@ BUDGETS = {
     "cli": (3_130, 24),
     "diagnosing": (3_095, 11),
     "encodings": (4_200, 19),
-    "evaluation": (11_340, 36),
+    "evaluation": (11_430, 36),
     "exporting": (2_910, 16),
     "extending": (1_745, 9),
     "inference": (1_300, 6),

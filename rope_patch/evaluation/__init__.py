@@ -27,15 +27,17 @@ export_lazily(
         "report.merging": "add_other_weights merge_runs",
         "report.model_index": "evaluations model_index",
         "report.results.run_statistics": "RunStatistics",
-        "report.summary": "fitted_table summary_sentences summary_table summary_warnings",
+        "report.summary": (
+            "fitted_table first_screen summary_cautions summary_sentences summary_table"
+        ),
         "report.table": (
             "Cell change_range change_text nats_range percent_range "
             "perplexity_range ratio_column Row Table"
         ),
         "report.tables": (
-            "accuracy_tables can_tell cost_table heat_maps retention_table short_table"
+            "accuracy_tables can_tell cost_table heat_maps retention_table short_table usable_table"
         ),
-        "report.conclusions": "find_gaps gap_sentence headline is_shown_to_help Ranking",
+        "report.conclusions": "conclude find_gaps gap_sentence is_shown_to_help Ranking",
         "report.vllm_commands": "config_overrides engine_commands",
         "report.writer": "write_report",
         "request": "EvalRequest",

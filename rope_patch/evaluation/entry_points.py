@@ -37,11 +37,11 @@ class Evaluation:
     @property
     def verdict(self) -> str:
         """Return the sentence at the top of the report."""
-        from rope_patch.evaluation.report.conclusions import Ranking, headline
+        from rope_patch.evaluation.report.conclusions import Ranking, conclude
         from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 
         stats = RunStatistics(self.results)
-        return headline(stats, Ranking(stats))
+        return conclude(stats, Ranking(stats)).headline
 
     @property
     def usable(self) -> dict[str, UsableLength | None]:

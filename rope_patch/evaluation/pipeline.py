@@ -122,8 +122,7 @@ def _measure_all(
     show: Callable[[str], object] | None,
 ) -> RunRecord:
     """Measure everything that is asked for, and write the report; return its results."""
-    from rope_patch.evaluation.report.results.run_statistics import RunStatistics
-    from rope_patch.evaluation.report.writer import write_report
+    from rope_patch.evaluation.report.writer import with_conclusions, write_report
 
     request = session.request
     documents.measure_plain()
@@ -150,7 +149,7 @@ def _measure_all(
     results["run"]["looks"] = questions.looks
     results["run"]["cautions"] = cautions(results, [d.tokens for d in documents.documents])
     if session.processes.is_main:
-        results["usable"] = RunStatistics(results).usable_records()
+        results = with_conclusions(results)
         overview: list[str] = []
         write_report(results, request.folder, overview.append)
         _warn_failures(results)

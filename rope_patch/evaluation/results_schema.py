@@ -426,6 +426,10 @@ class RunMetadata(LaterRunKeys, ModelFacts):
     not_run: list[str]
 
 
+# How a run's caution begins under which perplexities tell nothing of methods.
+UNREAD = "the model reads these documents no better than chance"
+
+
 class UsableRecord(TypedDict):
     """The longest length up to which 85% of the plain model's short-context score is kept.
 
@@ -449,15 +453,65 @@ class UsableRecord(TypedDict):
     texts_needed: int | None
 
 
+class FirstScreenRow(TypedDict):
+    """A method's row in a report's first table: each an estimate with its low and high end.
+
+    Attributes:
+        right: The share of right answers at `right_length`.
+        loss: The loss of the right answers at `loss_length`, in nats a token.
+        perplexity_beyond: Perplexity beyond the trained length.
+        price_perplexity: Perplexity up to the trained length over the plain model's.
+        price_short_tasks: Right answers at short tasks, as a share, less the plain model's.
+        prompt_time: The time to read a prompt over the first method's: median, smallest, largest.
+        token_time: The time to write a token, likewise.
+    """
+
+    right: list[float] | None
+    loss: list[float] | None
+    perplexity_beyond: list[float] | None
+    price_perplexity: list[float] | None
+    price_short_tasks: list[float] | None
+    prompt_time: list[float] | None
+    token_time: list[float] | None
+
+
+class FirstScreenRecord(TypedDict):
+    """What stands above a report's folds; see `rope_patch.evaluation.report.conclusions`.
+
+    Attributes:
+        headline: Which method to use.
+        reason: Why none is shown to help, or which others are not told apart from the method.
+        usable: Usable lengths in words.
+        method: The label of the method to use; None where none is shown to help.
+        measure: What the headline is in: "accuracy" or "loss"; empty where it has no number.
+        length: Tokens that the headline is about.
+        right_length: Tokens at which `right` was measured.
+        loss_length: Tokens at which `loss` was measured.
+        methods: The rows by label.
+    """
+
+    headline: str
+    reason: str
+    usable: str
+    method: str | None
+    measure: str
+    length: int | None
+    right_length: int | None
+    loss_length: int | None
+    methods: Mapping[str, FirstScreenRow]
+
+
 class DerivedRecords(TypedDict, total=False):
     """What follows from the samples; earlier reports lack it.
 
     Attributes:
         usable: Usable lengths in tokens by method and group of tasks; "all" is the mean of all
             tasks.
+        first_screen: The report's headline and first table.
     """
 
     usable: Mapping[str, Mapping[str, UsableRecord]]
+    first_screen: FirstScreenRecord
 
 
 class OtherRecords(DerivedRecords):

@@ -12,6 +12,7 @@ from rope_patch import statistics
 from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.results_schema import (
+    UNREAD,
     ControlKind,
     PerplexityRecord,
     QuestionControlRecord,
@@ -260,7 +261,7 @@ def _reading_caution(
     if mean < frequencies:
         return None
     return (
-        "the model reads these documents no better than chance: with "
+        f"{UNREAD}: with "
         f"{control['context']:,} tokens of context a token costs it {mean:.2f} nats, and "
         f"{frequencies:.2f} by how frequent each token is; differences of perplexity between "
         "methods mean nothing"

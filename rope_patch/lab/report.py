@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rope_patch.evaluation.report.conclusions import Conclusion
 from rope_patch.evaluation.report.figures import Line, Panel, Picture, draw_panels
 from rope_patch.evaluation.report.sections import Section
 from rope_patch.evaluation.report.table import (
@@ -92,7 +93,7 @@ def write_report(
         atomic_write(folder / name, content)
     if show is not None:
         tables = [aligned_text(part.tables[0]) for part in parts if part.picture]
-        show("\n\n".join([page["runs"][0]["headline"], *tables]))
+        show("\n\n".join([page["runs"][0]["conclusion"].headline, *tables]))
     return folder / "report.html"
 
 
@@ -170,13 +171,17 @@ def _page(lab: LabResults, findings: list[Finding], parts: list[Section]) -> dic
             "One seed: intervals hold for these trained models, not for training them again. "
             "Three seeds or more (--seeds 3) show how far luck goes."
         )
+    first = next((part.picture for part in parts if part.picture is not None), None)
+    parts = [replace(part, picture=None) if part.picture is first else part for part in parts]
+    told = [
+        Section(heading="Cautions", lines=warnings),
+        Section(heading="What each encoding does", lines=_descriptions(lab)),
+    ]
     content = {
         "title": title,
-        "headline": headline(lab, findings),
-        "warnings": warnings,
-        "details": _descriptions(lab),
-        "parts": parts,
-        "cautions": [],
+        "conclusion": Conclusion(headline=headline(lab, findings)),
+        "picture": first,
+        "parts": [*(part for part in told if part.lines), *parts],
         "facts": _facts(lab, run),
         "command": run["command"],
         "methods": [],
@@ -456,7 +461,7 @@ def loss_cell(interval: Interval | None, *, beyond: bool = False, missing: str =
     """
     if interval is None:
         return Cell(text=missing, beyond=beyond)
-    span = f"{interval.low:.2f}–{interval.high:.2f}"
+    span = f"{interval.low:.2f} to {interval.high:.2f}"
     if interval.half_width > WIDEST:
         return Cell(text="unclear", note=span, tip=_tip(interval, span), beyond=beyond)
     return Cell(text=f"{interval.estimate:.2f}", note=span, tip=_tip(interval, span), beyond=beyond)

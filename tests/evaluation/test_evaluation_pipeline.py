@@ -23,7 +23,7 @@ from rope_patch.evaluation import (
     RunsRecord,
     RunStatistics,
     evaluate,
-    summary_warnings,
+    summary_cautions,
 )
 from rope_patch.evaluation.measures import lm_eval_tasks, perplexity
 from rope_patch.lab import LabRecord, LabResults
@@ -132,7 +132,7 @@ def test_a_task_that_the_model_answers_by_heart_is_named(tmp_path, tokenizer):
     scores = [sample["score"] for sample in closed["samples"]["none"]]
     assert len(scores) == 8
     assert sum(scores) > 4
-    (warning,) = (line for line in summary_warnings(RunStatistics(results)) if "qa_1" in line)
+    (warning,) = (line for line in summary_cautions(RunStatistics(results)) if "qa_1" in line)
     assert f"without its text, {sum(scores) / 8:.0%}".replace(".0", "") in warning
     assert warning in (tmp_path / "out" / "report.md").read_text().replace("\\_", "_")
 

@@ -45,10 +45,9 @@ def test_servers_are_compared_question_by_question(make_server, plain, tmp_path)
     assert [row["prompt"] for row in a] == [row["prompt"] for row in b]
     # At 900 tokens, beyond the trained 256, YaRN recalls what the plain rotation does not.
     assert sum(x["log_likelihood"] > y["log_likelihood"] for x, y in zip(b, a, strict=True)) > 12
-    assert compared.verdict.startswith(
-        "At 900 tokens the right answers are likelier with server B than with server A: difference"
-    )
-    page = (tmp_path / "report.md").read_text().partition("## How to read this")[0]
+    assert compared.verdict.startswith("Server B: ")
+    assert "at 900 tokens" in compared.verdict
+    page = (tmp_path / "report.md").read_text().partition("How to read this")[0]
     assert "plain model" not in page
     assert f"| Server B | {second} |" in page
     for label, one in (("A", "a"), ("B", "b")):
@@ -64,7 +63,7 @@ def test_a_server_compared_with_itself_is_told_apart_by_nothing(make_server, tmp
         )
     assert output.returncode == 0, output.stderr
     told = " ".join(output.stdout.split())  # the terminal's lines end anywhere
-    assert "right answers are exactly as likely with server B as with server A" in told
+    assert "With server B each right answer is exactly as likely as with server A." in told
 
 
 @pytest.mark.parametrize(

@@ -260,8 +260,8 @@ def test_the_report_says_what_was_measured_and_how_it_rotates(make_server, tmp_p
     assert server["verification"]["explains"] == ["yarn-4"]
     assert (server["served_model"], server["max_length"]) == ("tiny", 1024)
     page = (tmp_path / "report.md").read_text()
-    assert "The served model" in page
-    assert "plain model" not in page.partition("## How to read this")[0]
+    assert "Served model: " in page
+    assert "plain model" not in page.partition("How to read this")[0]
     assert f"How the server rotates: {server['rotation']}".replace("_", "\\_") in page
     assert "| Prompts | token ids |" in page
 
@@ -276,7 +276,7 @@ def test_a_server_that_rotates_as_asked_is_said_to(tmp_path, make_server):
     assert server["rotates_as_asked"]
     assert "rotates as asked" in server["rotation"]
     assert "How the server rotates" not in evaluation.overview
-    assert evaluation.verdict.startswith("The served model answers")
+    assert evaluation.verdict.startswith("Served model: ")
 
 
 def test_without_weights_the_report_says_why_it_is_not_verified(make_server, tmp_path):

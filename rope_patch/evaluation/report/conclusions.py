@@ -1,6 +1,6 @@
 """What a run's results say of its methods, in words: the headline, the ranking, the gaps.
 
-`headline` answers which method to use. `Ranking` orders the methods for tables, figures and
+`conclude` answers which method to use. `Ranking` orders the methods for tables, figures and
 sentences. `likelihood_sentences` say what the likelihoods of the right answers decide, which few
 samples are enough for. `find_gaps` lists what was not measured.
 """
@@ -9,32 +9,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD, RunResults
-from rope_patch.evaluation.report.results.run_statistics import RunStatistics
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import (
     Cell,
     Row,
     Table,
-    change_with_interval,
     filter_mark,
     first_few,
-    n_text,
+    join_words,
     nats_range,
     nats_text,
     one_line,
     p_text,
-    perplexity_with_interval,
-    points_range,
-    points_text,
+    percent,
     share_with_interval,
 )
-from rope_patch.evaluation.results_schema import RunRecord, SampleRecord
-from rope_patch.statistics import SIGNIFICANCE_LEVEL, MeanTest, Outcome, UsableLength, Verdict
+from rope_patch.evaluation.results_schema import ControlKind, RunRecord, SampleRecord
+from rope_patch.statistics import SIGNIFICANCE_LEVEL, MeanTest, Outcome, Verdict
 from rope_patch.utils.figures import BASE_LOOK, Look, line_look
 
 MAX_ROWS = 8  # rows that a table shows of each group of methods; the rest is folded
@@ -43,251 +40,218 @@ PLAIN = BASE_LOOK.colour
 
 # Names that a sentence lists before "and N more".
 _MAX_HEADLINE_NAMES = 2
-_MAX_LISTED_RIVALS = 4
 _MAX_LISTED_GAPS = 6
 
 
-def headline(stats: RunStatistics, ranking: Ranking) -> str:
-    """Return the sentence that a reader of nothing else needs.
+_GUESSABLE_ACCURACY = 0.05  # where a guess gets nothing: from here on, answers are guessable
+_CONTROLS: dict[str, ControlKind] = {
+    "from a text that lacks the answer": "no answer",
+    "without its text": "closed book",
+}
 
-    Retrieval decides before perplexity does: accuracy where it shows a length to be usable, else
-    the likelihood of the right answers, else accuracy again. What cannot be decided is said so.
+
+@dataclass(frozen=True, kw_only=True)
+class Conclusion:
+    """What a reader of nothing else learns.
+
+    Attributes:
+        headline: Which method to use, in at most 14 words.
+        reason: Why none is shown to help, or which others are not told apart from the method.
+        usable: The usable lengths of the best method and of the plain model.
+        method: The label of the method to use; None where none is shown to help.
+        measure: What the headline is in: "accuracy" or "loss"; empty where it has no number.
+        length: Tokens that the headline is about; None where nothing was measured beyond the
+            trained length.
+    """
+
+    headline: str
+    reason: str = ""
+    usable: str = ""
+    method: str | None = None
+    measure: str = ""
+    length: int | None = None
+
+    @property
+    def details(self) -> str:
+        """Return the line below the headline."""
+        return " ".join(filter(None, (self.reason, self.usable)))
+
+
+def conclude(stats: RunStatistics, ranking: Ranking) -> Conclusion:
+    """Return which method to use, which needs a method that is shown to help.
+
+    It is shown at the longest length, or up to where the best method is usable: there it has to
+    pass the test of that, too.
 
     Args:
         stats: One run's statistics.
         ranking: The order of its methods.
     """
     best = ranking.best
-    if best is None:
-        return "Nothing was measured."
-    if stats.is_served and best == stats.plain:
-        return _served_headline(stats, best)
-    if stats.is_served and len(stats.labels) == 2:
-        return _servers_headline(stats, best)
-    usable = stats.usable_length(best)
-    if usable is not None and usable.is_beyond(stats.trained_length):
-        return _usable_length_headline(stats, ranking, best, usable)
-    length = stats.verdict_length
-    if length is not None and (verdict := stats.verdicts_on_plain(length).get(best)):
-        return _likelihood_headline(stats, ranking, best, length, verdict)
-    if stats.lengths_beyond_training:
-        return _accuracy_headline(stats, best)
-    if stats.average(best, beyond=True) is not None:
-        return _perplexity_headline(stats, best)
-    if not stats.tasks and not stats.losses:
-        return "Nothing was measured that tells which method to use."
-    return (
-        "This run cannot decide what to use: it measured nothing beyond the trained "
-        f"{stats.trained_length:,} tokens."
+    if best is None or not (stats.tasks or stats.losses):
+        return Conclusion(headline="Nothing was measured that tells which method to use")
+    if not stats.lengths_beyond_training and not (stats.tasks and best == stats.plain):
+        return _conclude_without_answers(stats)
+    length = stats.verdict_length or stats.lengths[-1]
+    lengths, usable = [length], stats.usable_length(best)
+    if usable is not None and usable.low is not None and usable.is_beyond(stats.trained_length):
+        lengths.append(usable.low)
+    helped = next((n for n in lengths if is_shown_to_help(stats, best, n)), None)
+    method = None if helped is None else best
+    measure = ""
+    if best == stats.plain or stats.plain is None:
+        headline, measure = _shares_of_one(stats, best, length), "accuracy"
+    elif helped is not None:
+        numbers, measure = _beside_plain(stats, best, helped)
+        use = "" if stats.is_served else "Use "
+        headline = _capital(f"{use}{stats.names[best]}: {numbers}")
+    else:
+        headline = _headline_without_help(stats, best, length)
+    reason = _rivals_text(stats, ranking) if method else _doubt(stats, best, length)
+    return Conclusion(
+        headline=headline,
+        reason=reason,
+        usable=_usable_text(stats, best),
+        method=method,
+        measure=measure,
+        length=helped or length,
     )
 
 
-def _served_headline(stats: RunStatistics, label: str) -> str:
-    """Return how far the model of a server, the only one that was measured, is usable."""
-    trained = f"the trained {stats.trained_length:,} tokens"
-    usable, who = stats.usable_length(label), f"The {stats.plain_name}"
-    if usable is not None and usable.is_beyond(stats.trained_length):
-        return f"{who} is usable up to {_usable_length_text(stats, label, usable)}."
-    first = next(
-        (n for n in stats.lengths_beyond_training if stats.retention(label, n) is not None), None
-    )
-    if first is not None and (kept := stats.retention(label, first)) is not None:
-        return (
-            f"{who} is not shown to be usable beyond {trained}: at {first:,} it keeps "
-            f"{share_with_interval(kept)} of its accuracy."
-        )
-    lengths = stats.lengths_beyond_training or tuple(stats.lengths)
-    if (share := stats.accuracy(label, lengths=lengths)) is not None:
-        where = "beyond" if stats.lengths_beyond_training else "up to"
-        why = f" ({stats.nothing_to_keep})" if stats.lengths_beyond_training else ""
-        return (
-            f"{who} answers {share_with_interval(share)} right {where} {trained}; how far it is "
-            f"usable is not shown{why}."
-        )
-    for beyond, where in ((True, "beyond"), (False, "up to")):
-        if (loss := stats.average(label, beyond=beyond)) is not None:
-            return (
-                f"{who} has a perplexity of {perplexity_with_interval(loss)} {where} {trained}; "
-                "no answers were measured, so how far it is usable is not shown."
-            )
-    return f"Nothing was measured that tells how far the {stats.plain_name} is usable."
-
-
-def _servers_headline(stats: RunStatistics, other: str) -> str:
-    """Return which of two servers does better on the same questions."""
-    first, second = stats.names[str(stats.plain)], stats.names[other]
-    length = stats.verdict_length
-    if length is not None and (verdict := stats.verdicts_on_plain(length).get(other)):
-        numbers = (
-            f"difference {nats_text(verdict.test.mean.estimate)} nats a token, "
-            f"{_interval_text(verdict.test)}, {p_text(verdict.p_value)}"
-        )
-        if verdict.is_shown:
-            more = "likelier" if verdict.outcome is Outcome.BETTER else "less likely"
-            return (
-                f"At {length:,} tokens the right answers are {more} with {second} than with "
-                f"{first}: {numbers}."
-            )
-        if verdict.outcome is Outcome.EQUAL:
-            return (
-                f"At {length:,} tokens the right answers are exactly as likely with {second} as "
-                f"with {first} ({n_text(verdict.test.mean)})."
-            )
-        few = f" ({verdict.least_texts} texts decide)"
-        few = few if verdict.outcome is Outcome.TOO_FEW_TEXTS else ""
-        return (
-            f"This run cannot tell {second} from {first} at {length:,} tokens by how likely the "
-            f"right answers are{few}: {numbers}."
-        )
-    if (compared := stats.accuracy_comparisons().get(other)) is None:
-        return f"No question was answered by both {first} and {second}."
-    test, p_value = compared
-    numbers = (
-        f"{points_text(test.difference.estimate)} points ({points_range(test.difference)}, "
-        f"{n_text(test.difference)}, {p_text(p_value)})"
-    )
-    at = f"{stats.lengths[-1]:,} tokens"
-    if p_value < SIGNIFICANCE_LEVEL:
-        more = "more" if test.difference.estimate > 0 else "fewer"
-        return f"At {at} {second} answers {more} questions right than {first}: {numbers}."
-    return f"This run cannot tell {second} from {first} at {at} by right answers: {numbers}."
-
-
-def _usable_length_headline(
-    stats: RunStatistics, ranking: Ranking, best: str, usable: UsableLength
-) -> str:
-    who = _best_names(stats, ranking, best) if best != stats.plain else "the plain model"
-    return (
-        f"Use {who}: usable up to {_usable_length_text(stats, best, usable)}"
-        f"{_price_clause(stats, best)}{_rivals_clause(stats, ranking)}."
+def _conclude_without_answers(stats: RunStatistics) -> Conclusion:
+    """Return what perplexity alone leaves to say: it does not show that far text is read."""
+    beyond = f"beyond {stats.trained_length:,} tokens"
+    if not any(stats.average(label, beyond=True) for label in stats.labels):
+        return Conclusion(headline=f"No answers and no perplexity were measured {beyond}")
+    no_method = "No method is shown to help: only" if stats.patched else "Only"
+    return Conclusion(
+        headline=f"{no_method} perplexity was measured {beyond}",
+        reason="Perplexity does not show that far text is read.",
     )
 
 
-def _usable_length_text(stats: RunStatistics, label: str, usable: UsableLength) -> str:
-    """Return a length beyond the trained one, in tokens and times, and what is kept there."""
-    length = usable.stated or 0
-    kept = stats.retention(label, length)
-    text = f"{usable}, {length / stats.trained_length:.3g} times the trained "
-    text += f"{stats.trained_length:,}"
-    if kept is None:
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _shares_of_one(stats: RunStatistics, label: str, length: int) -> str:
+    """Return how many answers are right where nothing is compared: far, and at the shortest."""
+    share = stats.accuracy(label, lengths=(length,))
+    right = "no answers scored" if share is None else f"{percent(share.estimate)} right"
+    text = _capital(f"{stats.names[label]}: {right} at {length:,} tokens")
+    if stats.plain is None:
+        return f"{text}, no plain model beside it"
+    near = stats.accuracy(label, lengths=stats.lengths_within_training[:1] or (length,))
+    if near is None or stats.lengths[0] in (length, *stats.lengths_beyond_training):
         return text
-    whose = "its" if stats.is_served else f"the {stats.plain_name}'s"
-    return f"{text}, with {share_with_interval(kept)} of {whose} short-context accuracy there"
+    return f"{text}, {percent(near.estimate)} at {stats.lengths[0]:,}"
 
 
-def _best_names(stats: RunStatistics, ranking: Ranking, best: str) -> str:
-    """Return the best method's name, and the names of methods with the same numbers."""
-    labels = next(labels for labels in ranking.groups if best in labels)
-    return " or ".join(stats.names[label] for label in labels[: _MAX_HEADLINE_NAMES + 1])
+def _beside_plain(stats: RunStatistics, label: str, length: int) -> tuple[str, str]:
+    """Return a method's right answers beside the plain model's, or their loss, and which it is."""
+    plain = stats.plain or ""
+    base = stats.plain_name.removesuffix(" model")
+    test, p_value = stats.accuracy_comparisons(length).get(label, (None, 1.0))
+    shares = [stats.accuracy(each, lengths=(length,)) for each in (label, plain)]
+    # Shares say more to a reader, where they are shown to differ by themselves.
+    if test and p_value < SIGNIFICANCE_LEVEL and all(shares) and not _averaged_guesses(stats):
+        mine, theirs = (percent(share.estimate) for share in shares if share is not None)
+        return f"{mine} right at {length:,} tokens, {base} {theirs}", "accuracy"
+    losses = [stats.answer_loss(each, length) for each in (label, plain)]
+    mine, theirs = (nats_text(loss.mean.estimate) for loss in losses if loss is not None)
+    return f"right answers likelier at {length:,} tokens (loss {mine}, {base} {theirs})", "loss"
 
 
-def _price_clause(stats: RunStatistics, label: str) -> str:
-    """Return what a method costs within the trained length; nothing where that is unknown."""
-    if stats.plain is None or label == stats.plain:
-        return ""
-    parts = []
-    ratio = stats.ratio_to_plain(label, beyond=False)
-    if ratio is not None and math.isfinite(ratio.estimate):
-        parts.append(f"{change_with_interval(ratio)} in perplexity")
-    if (short := stats.short_overall(label)) is not None:
-        change = short.difference
-        numbers = f"{points_text(change.estimate)} points ({points_range(change)})"
-        parts.append(f"{numbers} at short tasks")
-    if not parts:
-        return ""
-    return f", at the price of {' and '.join(parts)} up to {stats.trained_length:,}"
+def _headline_without_help(stats: RunStatistics, best: str, length: int) -> str:
+    """Return that no method helps, or is shown to."""
+    at, who = f"at {length:,} tokens", stats.names[best]
+    verdict = stats.verdicts_on_plain(length).get(best)
+    if verdict is not None:
+        is_worse = verdict.outcome is Outcome.WORSE
+    else:
+        test, p_value = stats.accuracy_comparisons(length).get(best, (None, 1.0))
+        is_shown = test is not None and p_value < SIGNIFICANCE_LEVEL
+        is_worse = is_shown and test is not None and test.difference.estimate < 0
+        if is_shown and not is_worse:
+            return f"No claim {at}: {_averaged_guesses(stats)[0]} can be answered without reading"
+    if stats.is_served and len(stats.labels) == 2:
+        verb = "is worse than" if is_worse else "is not told apart from"
+        return _capital(f"{who} {verb} {stats.plain_name} {at}")
+    if is_worse:
+        return f"No method helps {at}: the best, {who}, does worse"
+    return f"No method is shown to help {at}"
 
 
-def _rivals_clause(stats: RunStatistics, ranking: Ranking) -> str:
-    if not ranking.rivals:
-        return ""
-    return f"; not told apart from it: {_rival_names(stats, ranking, _MAX_HEADLINE_NAMES)}"
-
-
-def _rival_names(stats: RunStatistics, ranking: Ranking, most: int) -> str:
-    """Return the names of the first rivals, and how many more there are."""
-    names = [stats.names[label] for label in ranking.rivals]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def _likelihood_headline(
-    stats: RunStatistics,
-    ranking: Ranking,
-    best: str,
-    length: int,
-    verdict: Verdict,
-) -> str:
-    difference, outcome = verdict.test.mean, verdict.outcome
-    who, texts = stats.names[best], f"{difference.effective_n:,.0f}"
-    count = f"{texts} text{'s' if texts != '1' else ''}"
-    sure = f"({p_text(verdict.p_value)}, {count})"
+def _doubt(stats: RunStatistics, best: str, length: int) -> str:
+    """Return why the best method is not shown to help; nothing where it is shown to be worse."""
+    verdict = stats.verdicts_on_plain(length).get(best)
+    who, plain = stats.names[best], f"{'' if stats.is_served else 'the '}{stats.plain_name}"
+    if verdict is None:
+        test, p_value = stats.accuracy_comparisons(length).get(best, (None, 1.0))
+        shares = [stats.accuracy(each, lengths=(length,)) for each in (best, stats.plain or "")]
+        if test is None or p_value < SIGNIFICANCE_LEVEL or not all(shares):
+            return ""
+        mine, theirs = (percent(share.estimate) for share in shares if share is not None)
+        return f"With {who} {mine} are right and with {plain} {theirs}: that may be chance."
+    mean, outcome = verdict.test.mean, verdict.outcome
+    texts = f"{mean.effective_n:,.0f} text{'s' if round(mean.effective_n) != 1 else ''}"
     if outcome is Outcome.EQUAL:
-        return (
-            f"Use none of these methods at {length:,} tokens: with the best of them, {who}, the "
-            f"right answers are exactly as likely as with the {stats.plain_name} "
-            f"({n_text(difference)})."
-        )
-    if not verdict.is_shown:
-        leader = who if difference.estimate < 0 else f"the {stats.plain_name}"
-        likeliest = f"at {length:,} tokens: the right answers are the likeliest with {leader}, "
-        if outcome is Outcome.TOO_FEW_TEXTS:
-            few = "is too little" if texts == "1" else "are too few"
-            return (
-                f"This run cannot decide what to use {likeliest}but {count} {few} to say "
-                f"({verdict.least_texts} decide)."
-            )
-        more = f"; about {verdict.texts_needed:,} would do" if verdict.texts_needed else ""
-        return (
-            f"This run cannot decide what to use {likeliest}but {count} are too few to be sure "
-            f"({p_text(verdict.p_value)}{more})."
-        )
+        return f"With {who} each right answer is exactly as likely as with {plain}."
     if outcome is Outcome.WORSE:
+        return ""
+    if outcome is Outcome.BETTER:
         return (
-            f"Use none of these methods at {length:,} tokens: even with {who}, the best of them, "
-            f"the right answers are less likely than with the {stats.plain_name} {sure}."
+            f"With {who} the right answers are likelier than with {plain}, but not surely likelier "
+            "than where the text lacks them."
         )
-    if stats.floor is not None and not stats.reads_answers(best, length):
-        return (
-            f"This run cannot decide what to use at {length:,} tokens: with {who} the right "
-            f"answers are likelier than with the {stats.plain_name} {sure}, but not surely "
-            "likelier than where the text lacks them."
-        )
+    leader = who if mean.estimate < 0 else plain
+    text = f"The right answers are the likeliest with {leader}, but {texts} cannot tell"
+    if outcome is Outcome.TOO_FEW_TEXTS:
+        return f"{text}: {verdict.least_texts} can."
+    return f"{text}{f': about {n:,} would' if (n := verdict.texts_needed) else ''}."
+
+
+def _rivals_text(stats: RunStatistics, ranking: Ranking) -> str:
+    """Return which methods are as good as the best one for all that is known."""
+    names = [stats.names[label] for label in ranking.rivals]
+    if names:
+        shown = first_few(names, _MAX_HEADLINE_NAMES, "{} more, named below")
+        return f"Not told apart from it: {join_words(shown)}."
+    by_accuracy = stats.best_by_accuracy() if stats.verdict_length is None else None
+    if by_accuracy is not None and by_accuracy[1] >= SIGNIFICANCE_LEVEL:
+        return "That it is better than each other method is not shown."
+    return ""
+
+
+def _usable_text(stats: RunStatistics, best: str) -> str:
+    """Return the usable lengths of the best method and the plain model, and what that means."""
+    labels = dict.fromkeys([best, *([] if stats.plain is None else [stats.plain])])
+    lengths = {label: stats.usable_length(label) for label in labels}
+    texts = [f"{stats.names[label]} {each}" for label, each in lengths.items() if each is not None]
+    if not texts:
+        return f"Usable length: cannot be told: {stats.nothing_to_keep}."
     return (
-        f"At {length:,} tokens use {_best_names(stats, ranking, best)} rather than the "
-        f"{stats.plain_name}: the right answers are likelier with it {sure}"
-        f"{_price_clause(stats, best)}{_rivals_clause(stats, ranking)}; that the model is usable "
-        "there is not shown."
+        f"Usable length, up to which {THRESHOLD:.0%} of the {stats.plain_name}'s right answers at "
+        f"{stats.reference_length:,} tokens are kept: {'; '.join(texts)}."
     )
 
 
-def _accuracy_headline(stats: RunStatistics, best: str) -> str:
-    """Return what accuracy says where no length is shown to be usable."""
-    who = f"the {stats.plain_name}" if best == stats.plain else stats.names[best]
-    far = stats.accuracy(best, lengths=stats.lengths_beyond_training)
-    share = "" if far is None else share_with_interval(far)
-    beyond = f"beyond the trained {stats.trained_length:,} tokens"
-    first = stats.lengths_beyond_training[0]
-    retention = stats.retention(best, first)
-    if retention is None:
-        reason = stats.nothing_to_keep
-        answers = f"; with {who} {share} of the answers are right there" if share else ""
-        return f"This run cannot decide what to use {beyond}: {reason}{answers}."
-    kept = share_with_interval(retention)
-    if retention.high >= THRESHOLD:
-        return (
-            f"This run cannot decide what to use {beyond}: with {who} the model keeps {kept} of "
-            f"its accuracy at {first:,}, which may be above or below {THRESHOLD:.0%}"
-            f"{texts_needed_clause(stats, best, first)}."
-        )
-    if best == stats.plain:
-        return (
-            f"The plain model is not usable {beyond}: at {first:,} it keeps {kept} of its accuracy."
-        )
-    return (
-        f"Use none of these methods {beyond}: even with {who}, the best of them, the model keeps "
-        f"{kept} of its accuracy at {first:,}."
-    )
+def guessable_tasks(stats: RunStatistics) -> dict[str, list[str]]:
+    """Return the tasks whose control is passed, each with how it can be answered."""
+    passed: dict[str, list[str]] = {}
+    for how, kind in _CONTROLS.items():
+        for control in stats.controls(kind):
+            accuracy, chance = control.accuracy, control.chance
+            if accuracy.low > chance if chance else accuracy.estimate > _GUESSABLE_ACCURACY:
+                guess = f", where a guess gets {percent(chance)}" if chance else ""
+                way = f"{how}, {share_with_interval(accuracy)}{guess}"
+                passed.setdefault(control.task, []).append(way)
+    return passed
+
+
+def _averaged_guesses(stats: RunStatistics) -> list[str]:
+    """Return the names of the tasks whose control is passed, of those whose mean is compared."""
+    return [task_name(task) for task in guessable_tasks(stats) if task in stats.averaged_tasks]
 
 
 def texts_needed_clause(stats: RunStatistics, label: str, length: int) -> str:
@@ -296,25 +260,6 @@ def texts_needed_clause(stats: RunStatistics, label: str, length: int) -> str:
     if usable is None or usable.undecided != length or not usable.texts_needed:
         return ""
     return f"; about {usable.texts_needed:,} texts a task would tell"
-
-
-def _perplexity_headline(stats: RunStatistics, best: str) -> str:
-    """Return what perplexity says alone: it does not show that far text is read."""
-    mine, beyond = stats.average(best, beyond=True), f"beyond {stats.trained_length:,} tokens"
-    numbers = perplexity_with_interval(mine) if mine else ""
-    head = "This run cannot decide what to use: it measured no answers, only perplexity, which "
-    if best == stats.plain:
-        return f"{head}{beyond} is {numbers} with the plain model."
-    plain = stats.average(stats.plain, beyond=True) if stats.plain is not None else None
-    text = f"{head}{beyond} is the lowest with {stats.names[best]}, {numbers}"
-    if plain is not None:
-        text += f" against {perplexity_with_interval(plain)} of the {stats.plain_name}"
-    ratio, record = stats.ratio_to_control(best), stats.control_record
-    if ratio is not None and record is not None:
-        cut = f"with the text cut to its last {record['context']:,} tokens"
-        sure = ", and lower than" if ratio.high < 1 else ", but not surely lower than"
-        text += f"{sure} {cut}, {change_with_interval(ratio)}"
-    return f"{text}."
 
 
 class Ranking:
@@ -381,11 +326,10 @@ class Ranking:
         stats, length = self._stats, self._stats.verdict_length
         if length is None or self.best is None or self.rivals:
             return set()
-        verdict = stats.verdicts_on_plain(length).get(self.best)
         equals = self._equals(length)
-        if verdict is None or equals >= set(stats.patched):
+        if equals >= set(stats.patched) or not is_shown_to_help(stats, self.best, length):
             return set()
-        return equals if verdict.outcome is Outcome.BETTER else set()
+        return equals
 
     @cached_property
     def looks(self) -> dict[str, Look]:
@@ -575,7 +519,7 @@ def _rivals_sentence(stats: RunStatistics, ranking: Ranking) -> str:
         return ""
     if not ranking.rivals:
         return "Each of the other methods is shown to be worse than it."
-    return f"Not told apart from it: {_rival_names(stats, ranking, _MAX_LISTED_RIVALS)}."
+    return f"Not told apart from it: {join_words([stats.names[each] for each in ranking.rivals])}."
 
 
 def _floor_sentence(stats: RunStatistics, best: str, length: int) -> str:
@@ -592,13 +536,18 @@ def _floor_sentence(stats: RunStatistics, best: str, length: int) -> str:
 
 
 def is_shown_to_help(stats: RunStatistics, label: str, length: int) -> bool:
-    """Return whether a method is shown to make the right answers likelier than no patch.
+    """Return whether a method is shown to do better than the plain model at a length.
 
-    By the paired test against the plain model, corrected over all methods of the run, and, where
-    the run has controls, by the test that the model reads the answers at all.
+    Where right answers have likelihoods, those decide: by the paired test against the plain model,
+    corrected over all methods of the run, and, where the run has controls, by the test that the
+    model reads the answers at all. Else right answers decide, unless they can be guessed.
     """
     verdict = stats.verdicts_on_plain(length).get(label)
-    is_better = verdict is not None and verdict.outcome is Outcome.BETTER
+    if verdict is None:
+        test, p_value = stats.accuracy_comparisons(length).get(label, (None, 1.0))
+        is_better = test is not None and test.difference.estimate > 0
+        return is_better and p_value < SIGNIFICANCE_LEVEL and not _averaged_guesses(stats)
+    is_better = verdict.outcome is Outcome.BETTER
     return is_better and (stats.floor is None or stats.reads_answers(label, length))
 
 
@@ -659,7 +608,7 @@ def gap_sentence(missing: list[str]) -> str:
         missing: From `find_gaps`; not empty.
     """
     names = [note.partition(": ")[0] for note in missing]
-    shown = first_few(names, _MAX_LISTED_GAPS)
+    shown = first_few(names, _MAX_LISTED_GAPS, "{} more, under Not run")
     parts = "1 part was" if len(names) == 1 else f"{len(names)} parts were"
     return (
         f"Incomplete: {parts} not measured ({'; '.join(shown)}); the same command tries again, and "

@@ -13,6 +13,7 @@ from rope_patch.evaluation.report.conclusions import MAX_ROWS, Ranking, find_gap
 from rope_patch.evaluation.report.figures import Picture
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
+from rope_patch.evaluation.report.summary import summary_cautions, summary_sentences
 from rope_patch.evaluation.report.table import Table, filter_mark, one_line
 from rope_patch.tasks import CHOICE, LIKELIHOOD
 
@@ -33,6 +34,7 @@ _CHOICE_NOTE = (
     "is asked: chance is one in as many."
 )
 _RETENTION = (
+    "Retention is accuracy over the plain model's at the shortest length, both above guessing. "
     f"{report_tables.PASSED}: the interval's lower end is at least {THRESHOLD:.0%}; 100% is as "
     "good as the reference or better. The usable length is the longest up to which the isotonic "
     f"fit (a curve that never rises) is at least {THRESHOLD:.0%}. Its interval reaches from the "
@@ -157,7 +159,7 @@ class Section:
 def sections(
     stats: RunStatistics, ranking: Ranking, pictures: dict[str, Picture], prefix: str = ""
 ) -> list[Section]:
-    """Return the sections of what was measured, in order.
+    """Return the sections of what was measured, in order, for below the first screen.
 
     Args:
         stats: One run's statistics.
@@ -165,23 +167,26 @@ def sections(
         pictures: From `figures.draw_figures`.
         prefix: Begins the file names of heat maps.
     """
-    retention = _if_any(report_tables.retention_table(stats), report_tables.family_table(stats))
+    retention = _if_any(report_tables.retention_table(stats), report_tables.usable_table(stats))
     prices = _if_any(report_tables.short_table(stats))
     harness = _if_any(report_tables.harness_table(stats))
     answers = _if_any(report_tables.answer_table(stats))
     costs, controls = report_tables.cost_table(stats), report_tables.control_table(stats)
-    cautions = [one_line(line) for line in stats.run.get("cautions") or []]
     failed = [one_line(line) for line in stats.run.get("failed") or []]
     chance = _if_any(report_tables.chance_text(stats))
+    doubts = summary_cautions(stats)
     parts = [
-        Section(heading="Cautions", lines=cautions),
+        Section(heading=f"Cautions ({len(doubts)})", lines=doubts),
+        Section(
+            heading="Differences, intervals and tests", lines=summary_sentences(stats, ranking)
+        ),
         Section(
             heading="Likelihood of the right answers",
             notes=[_ANSWERS],
             picture=pictures.get("answers"),
             tables=answers,
         ),
-        Section(heading="Retention", notes=[_RETENTION], tables=retention),
+        Section(heading="Retention and usable length", notes=[_RETENTION], tables=retention),
         Section(
             heading="Question by question",
             notes=[_AGREEMENT],

@@ -1,7 +1,7 @@
 """The summary of a run: the usable length, by which method, at what cost.
 
-`summary_sentences` and `summary_warnings` say it in words, `summary_table` in a row for each
-method, and `overview` shows headline and table in a terminal.
+`summary_sentences` and `summary_cautions` say it in words, `summary_table` in a row for each
+method, `first_screen` as plain data, and `overview` shows headline and table in a terminal.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import math
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rope_patch.evaluation.report.conclusions import (
     Ranking,
+    conclude,
+    correction_text,
+    guessable_tasks,
     likelihood_sentences,
     method_row,
     texts_needed_clause,
@@ -23,11 +25,14 @@ from rope_patch.evaluation.report.conclusions import (
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import (
+    BASE,
     NOTHING,
+    UNKNOWN,
     Cell,
     Row,
     Table,
     cell_text,
+    change_text,
     change_with_interval,
     first_few,
     is_unknown,
@@ -35,11 +40,14 @@ from rope_patch.evaluation.report.table import (
     n_text,
     nats_cell,
     one_line,
+    p_text,
     percent,
     percent_range,
+    perplexity_cell,
     perplexity_with_interval,
     points_range,
     points_text,
+    ratio_cell,
     ratio_column,
     share_with_interval,
 )
@@ -49,18 +57,12 @@ from rope_patch.evaluation.report.tables import (
     short_p_text,
     size_text,
     time_ratio_cell,
-    usable_length_cell,
 )
 from rope_patch.evaluation.request import SERVED
-from rope_patch.evaluation.results_schema import ControlKind
-from rope_patch.statistics import Interval
+from rope_patch.evaluation.results_schema import UNREAD, FirstScreenRecord, FirstScreenRow
+from rope_patch.statistics import ClusteredMean, Interval
 
 _MAX_LISTED = 4  # items of a list before "the tables show N more"; methods with sentences on costs
-_GUESSABLE_ACCURACY = 0.05  # where a guess gets nothing: from here on, answers are guessable
-_CONTROLS: dict[str, ControlKind] = {
-    "from a text that lacks the answer": "no answer",
-    "without its text": "closed book",
-}
 
 
 def summary_sentences(stats: RunStatistics, ranking: Ranking | None = None) -> list[str]:
@@ -88,20 +90,16 @@ def summary_sentences(stats: RunStatistics, ranking: Ranking | None = None) -> l
     return lines or ["Nothing was measured."]
 
 
-def summary_warnings(stats: RunStatistics) -> Iterator[str]:
-    """Yield warnings about results that are in doubt."""
-    passed: dict[str, list[str]] = {}
-    for how, kind in _CONTROLS.items():
-        for control in stats.controls(kind):
-            accuracy, chance = control.accuracy, control.chance
-            if accuracy.low > chance if chance else accuracy.estimate > _GUESSABLE_ACCURACY:
-                guess = f", where a guess gets {percent(chance)}" if chance else ""
-                way = f"{how}, {share_with_interval(accuracy)}{guess}"
-                passed.setdefault(control.task, []).append(way)
-    for task, ways in passed.items():
+def summary_cautions(stats: RunStatistics) -> list[str]:
+    """Return what makes results doubtful."""
+    return [*_cautions(stats), *map(one_line, stats.run.get("cautions") or [])]
+
+
+def _cautions(stats: RunStatistics) -> Iterator[str]:
+    for task, ways in guessable_tasks(stats).items():
         yield (
-            f"Careful: {task_name(task)} can be answered {', and '.join(ways)}; its scores do not "
-            "show retrieval."
+            f"{task_name(task)} can be answered {', and '.join(ways)}; its scores do not show "
+            "retrieval."
         )
     for label, server in stats.servers.items():
         if not server["rotates_as_asked"]:
@@ -131,6 +129,14 @@ def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
             )
     else:
         yield from _best_method_sentences(stats, ranking, chosen)
+    if (compared := stats.accuracy_comparisons().get(chosen)) is not None:
+        test, p_value = compared
+        change, count = test.difference, len(stats.accuracy_comparisons())
+        yield (
+            f"At {stats.lengths[-1]:,} tokens it answers {points_text(change.estimate)} points "
+            f"({points_range(change)}, {n_text(change)}, {p_text(p_value)}"
+            f"{correction_text(stats, count)}) more right than the {stats.plain_name}."
+        )
     others = [labels[0] for labels in ranking.groups if labels[0] != chosen]
     shares = {
         label: share
@@ -280,7 +286,7 @@ def _time_memory_sentences(stats: RunStatistics, chosen: str | None) -> Iterator
         ):
             if ratio:
                 low, middle, high = (float(value) for value in ratio)
-                parts.append(f"{what} takes ×{middle:.2f} ({low:.2f}–{high:.2f}) of {base} time")
+                parts.append(f"{what} takes ×{middle:.2f} ({low:.2f} to {high:.2f}) of {base} time")
     if cost.get("peak_bytes"):
         tokens = cost.get("prompt_tokens")
         at = f" for {tokens:,} tokens" if tokens else ""
@@ -296,12 +302,14 @@ def _share_with_95_interval(interval: Interval) -> str:
 
 
 Column = tuple[Cell, list[Cell]]  # its head, and a cell for each method of each run
+_LOSS_SCALE = "Loss in nats a token: 0 is certain, 0.69 is one in two, 2.3 is one in ten."
 
 
 def summary_table(runs: list[tuple[str, RunStatistics, Ranking]]) -> tuple[Table | None, list[str]]:
     """Return a row for each method, of each run where there are several, and lines below them.
 
-    A column with one value for all methods is a line.
+    The columns are right answers, their loss or else perplexity, the price at short context, and
+    time.
 
     Args:
         runs: Titles, statistics and the order of the methods.
@@ -310,15 +318,10 @@ def summary_table(runs: list[tuple[str, RunStatistics, Ranking]]) -> tuple[Table
     columns = [
         (head, cells)
         for head, cells in _columns([stats for _, stats, _ in runs], entries)
-        if any(cell.text != NOTHING for cell in cells)
+        if any(cell.text not in (NOTHING, BASE) for cell in cells)
     ]
-    lines = []
-    if len(entries) > 2:
-        constant = [column for column in columns if len({(c.text, c.note) for c in column[1]}) == 1]
-        lines = [_constant_column_line(head, cells[0]) for head, cells in constant]
-        columns = [column for column in columns if column not in constant]
     if not columns:
-        return None, lines
+        return None, []
     rows: list[Row] = []
     position = 0
     for title, stats, ranking in runs:
@@ -330,97 +333,118 @@ def summary_table(runs: list[tuple[str, RunStatistics, Ranking]]) -> tuple[Table
         position += len(part)
         table = Table(name="", corner="method", columns=[], rows=part, groups=[])
         rows += ranking.arrange(table, mark=True).rows
+    heads = [head for head, _ in columns]
+    lines = [_LOSS_SCALE] if any(head.text.startswith("loss") for head in heads) else []
     if any(len(labels) > 1 for _, _, ranking in runs for labels in ranking.groups):
         times = "; times are the first's" * any(stats.results.get("cost") for _, stats, _ in runs)
         lines.append(f"= joins methods with the same numbers at every length{times}.")
     measures = {ranking.measure for _, _, ranking in runs}
     by = f", best first by {measures.pop()}" if len(measures) == 1 else ", best first"
-    name = f"Methods{by}; 95% intervals in brackets"
-    heads = [head for head, _ in columns]
+    name = f"Methods{by}, with 95% intervals"
     return Table(name=name, corner="method", columns=heads, rows=rows, groups=[]), lines
-
-
-def _constant_column_line(head: Cell, cell: Cell) -> str:
-    return f"The same with every method: {cell_text(head)}: {cell_text(cell)}."
 
 
 def _columns(
     runs: list[RunStatistics], entries: list[tuple[RunStatistics, str]]
 ) -> Iterator[Column]:
     """Yield the columns, the deciding ones first."""
-    longest = {stats.lengths[-1] for stats in runs if stats.lengths}
-    decisive = {stats.verdict_length for stats in runs if stats.verdict_length}
     trained = {stats.trained_length for stats in runs}
-    plain = runs[0].plain_name
-    at = f"at {longest.pop():,}" if len(longest) == 1 else "at the longest"
-    where = f"at {min(decisive):,}" if len(decisive) == 1 else "at the longest"
     of = f"{trained.pop():,}" if len(trained) == 1 else "the trained length"
-
-    def each(cell: Callable[[RunStatistics, str], Cell]) -> list[Cell]:
-        return [cell(stats, label) for stats, label in entries]
-
-    nats = Cell(text=f"loss of right answers {where}", note="nats a token")
-    yield nats, each(_decisive_loss_cell)
-    tip = f"{THRESHOLD:.0%} of the short-context accuracy is kept up to this length"
-    usable = each(lambda stats, label: usable_length_cell(stats, stats.usable_length(label)))
-    yield Cell(text="usable up to", note="tokens", tip=tip), usable
-    if any(stats.has_ruler for stats in runs):
-        yield Cell(text="RULER's 85.6% up to", note="tokens"), each(_ruler_cell)
-    if any(can_tell(_retention_at_longest(stats, label)) for stats, label in entries):
-        reference = {stats.reference_length for stats in runs if stats.reference_length}
-        shortest = f"{reference.pop():,}" if len(reference) == 1 else "the shortest length"
-        retention = Cell(text=f"accuracy kept {at}", note=f"% of the {plain}'s at {shortest}")
-        yield retention, each(lambda stats, label: _share_cell(_retention_at_longest(stats, label)))
-    shares = [_accuracy_beyond(stats, label) for stats, label in entries]
-    if not decisive or any(is_informative(share) for share in shares):
-        yield Cell(text=f"accuracy beyond {of}", note="%"), list(map(_share_cell, shares))
-    yield from _perplexity_columns(runs, entries, of)
-    short = Cell(text="short tasks", note=f"points more than the {plain}")
-    yield short, each(_short_tasks_cell)
-    time = Cell(text="time to read a prompt", note="times that of the first method")
-    yield time, each(_time_cell)
-    memory = Cell(
-        text="cache and a step", note="MB", tip="the most that decoding one token allocates"
+    longest = {stats.lengths[-1] for stats in runs if stats.lengths}
+    at = f"at {longest.pop():,}" if len(longest) == 1 else "at the longest"
+    yield (
+        Cell(text=f"right answers {at}"),
+        [_share_cell(_accuracy_at_longest(stats, label)) for stats, label in entries],
     )
-    yield memory, each(_memory_cell)
+    decisive = {length for stats in runs if (length := _loss_length(stats))}
+    if decisive:
+        where = f"at {decisive.pop():,}" if len(decisive) == 1 else "at the longest"
+        losses = [nats_cell(_decisive_loss(stats, label)) for stats, label in entries]
+        yield Cell(text=f"loss of right answers {where}", note="nats a token"), losses
+    else:
+        beyond = any(stats.average(label, beyond=True) for stats, label in entries)
+        averages = [stats.average(label, beyond=beyond) for stats, label in entries]
+        where = "beyond" if beyond else "up to"
+        yield Cell(text=f"perplexity {where} {of}"), list(map(perplexity_cell, averages))
+    parts = {"perplexity": any(stats.losses for stats in runs)}
+    parts["short tasks"] = any(stats.results.get("short") for stats in runs)
+    note = ", ".join(part for part, is_measured in parts.items() if is_measured)
+    yield Cell(text=f"price up to {of}", note=note), [_price_cell(*entry) for entry in entries]
+    base = next((stats.names[label] for stats, label in entries if any(_times(stats, label))), "")
+    tip = "medians of the repeats"
+    head = Cell(text=f"time, {base} = 1", note="to read a prompt, to write a token", tip=tip)
+    yield head, [_times_cell(*entry) for entry in entries]
 
 
-def _perplexity_columns(
-    runs: list[RunStatistics], entries: list[tuple[RunStatistics, str]], of: str
-) -> Iterator[Column]:
-    far = [stats.ratio_to_control(label) for stats, label in entries]
-    contexts = {record["context"] for stats in runs if (record := stats.control_record)}
-    base = "the control"
-    if len(contexts) == 1:
-        base = f"the text cut to {contexts.pop():,}"
-    if not any(far):
-        far = [stats.ratio_to_plain(label, beyond=True) for stats, label in entries]
-        base = f"the {runs[0].plain_name}"
-    yield ratio_column(far, f"perplexity beyond {of}", base)
-    near = [stats.ratio_to_plain(label, beyond=False) for stats, label in entries]
-    yield ratio_column(near, f"perplexity up to {of}", f"the {runs[0].plain_name}")
+def first_screen(stats: RunStatistics, ranking: Ranking) -> FirstScreenRecord:
+    """Return what stands above a report's folds, as plain data.
+
+    Args:
+        stats: One run's statistics.
+        ranking: The order of its methods.
+    """
+    said = conclude(stats, ranking)
+    methods: dict[str, FirstScreenRow] = {}
+    for label in stats.labels:
+        loss, short = _decisive_loss(stats, label), stats.short_overall(label)
+        prompt_time, token_time = map(_triple, _times(stats, label))
+        methods[label] = {
+            "right": _bounds(_accuracy_at_longest(stats, label)),
+            "loss": _bounds(loss.mean if loss else None),
+            "perplexity_beyond": _bounds(stats.average(label, beyond=True)),
+            "price_perplexity": None
+            if _is_unread(stats)
+            else _bounds(stats.ratio_to_plain(label, beyond=False)),
+            "price_short_tasks": _bounds(short.difference if short else None),
+            "prompt_time": prompt_time,
+            "token_time": token_time,
+        }
+    return {
+        "headline": said.headline,
+        "reason": said.reason,
+        "usable": said.usable,
+        "method": said.method,
+        "measure": said.measure,
+        "length": said.length,
+        "right_length": stats.lengths[-1] if stats.lengths else None,
+        "loss_length": _loss_length(stats),
+        "methods": methods,
+    }
 
 
-def _retention_at_longest(stats: RunStatistics, label: str) -> Interval | None:
-    return stats.retention(label, stats.lengths[-1]) if stats.lengths else None
+def _bounds(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [interval.estimate, interval.low, interval.high]
 
 
-def _accuracy_beyond(stats: RunStatistics, label: str) -> Interval | None:
-    lengths = stats.lengths_beyond_training
-    return stats.accuracy(label, lengths=lengths) if lengths else None
+def _triple(ratio: Iterable[float] | None) -> list[float] | None:
+    """Return a ratio of times like an interval: the median, the smallest and the largest."""
+    if not ratio:
+        return None
+    low, middle, high = map(float, ratio)
+    return [middle, low, high]
 
 
-def _decisive_loss_cell(stats: RunStatistics, label: str) -> Cell:
-    loss = stats.answer_loss(label, stats.verdict_length) if stats.verdict_length else None
-    if loss is None:
-        return Cell(text=NOTHING)
-    cell = nats_cell(loss)
-    return replace(cell, note=cell.note or "no interval")
+def _times(stats: RunStatistics, label: str) -> tuple[Sequence[float] | None, ...]:
+    """Return the ratios of times to read a prompt and to write a token."""
+    cost = (stats.results.get("cost") or {}).get(label)
+    return (cost.get("prompt_ratio"), cost.get("token_ratio")) if cost else (None, None)
 
 
-def _ruler_cell(stats: RunStatistics, label: str) -> Cell:
-    usable = stats.ruler_usable_length(label) if stats.has_ruler else None
-    return Cell(text=NOTHING) if usable is None else usable_length_cell(stats, usable)
+def _accuracy_at_longest(stats: RunStatistics, label: str) -> Interval | None:
+    return stats.accuracy(label, lengths=(stats.lengths[-1],)) if stats.lengths else None
+
+
+def _loss_length(stats: RunStatistics) -> int | None:
+    """Return the longest length at which right answers have losses."""
+    measured = (
+        n for n in reversed(stats.lengths) if any(stats.answer_loss(x, n) for x in stats.labels)
+    )
+    return next(measured, None)
+
+
+def _decisive_loss(stats: RunStatistics, label: str) -> ClusteredMean | None:
+    length = _loss_length(stats)
+    return None if length is None else stats.answer_loss(label, length)
 
 
 def _share_cell(interval: Interval | None) -> Cell:
@@ -428,32 +452,40 @@ def _share_cell(interval: Interval | None) -> Cell:
         return Cell(text=NOTHING)
     text, span = percent(interval.estimate), percent_range(interval)
     tip = f"{text}, 95% interval {span}, {n_text(interval)}"
-    return Cell(text=text.removesuffix("%"), note=span.removesuffix("%"), tip=tip)
+    return Cell(text=text, note=span, tip=tip)
 
 
-def _short_tasks_cell(stats: RunStatistics, label: str) -> Cell:
-    paired = stats.short_overall(label)
-    if paired is None:
-        return Cell(text=NOTHING)
-    change = paired.difference
-    text, span = points_text(change.estimate), points_range(change)
-    tip = f"{text} points against the {stats.plain_name}, {span}, {n_text(change)}"
-    return Cell(text=text, note=span, tip=f"{tip}, {short_p_text(stats, label)}")
+def _price_cell(stats: RunStatistics, label: str) -> Cell:
+    """Return what a method costs within the trained length; the table on it has the intervals."""
+    if label == stats.plain:
+        return Cell(text=BASE)
+    texts, tips = [], []
+    ratio, paired = stats.ratio_to_plain(label, beyond=False), stats.short_overall(label)
+    if ratio is not None:
+        cell = ratio_column([ratio], "", "")[1][0]
+        is_known = cell.text != UNKNOWN and not _is_unread(stats)
+        texts.append(change_text(ratio) if is_known else UNKNOWN)
+        tips.append(f"perplexity {ratio_cell(ratio).tip}")
+    if paired is not None:
+        change = paired.difference
+        texts.append(f"{points_text(change.estimate)} points")
+        tip = f"short tasks {texts[-1]}, {points_range(change)}, {n_text(change)}"
+        tips.append(f"{tip}, {short_p_text(stats, label)}")
+    return Cell(text=", ".join(texts) or NOTHING, tip="; ".join(tips))
 
 
-def _time_cell(stats: RunStatistics, label: str) -> Cell:
-    cost = (stats.results.get("cost") or {}).get(label)
-    if not cost or not (ratio := cost.get("prompt_ratio")):
-        return Cell(text=NOTHING)
-    cell = time_ratio_cell(ratio)
-    return replace(cell, text=cell.text.removeprefix("×"))  # the head says "times"
+def _is_unread(stats: RunStatistics) -> bool:
+    """Return whether a caution says that perplexities tell nothing of methods."""
+    return any(line.startswith(UNREAD) for line in stats.run.get("cautions") or [])
 
 
-def _memory_cell(stats: RunStatistics, label: str) -> Cell:
-    cost = (stats.results.get("cost") or {}).get(label)
-    if not cost or not (size := cost.get("peak_bytes")):
-        return Cell(text=NOTHING)
-    return Cell(text=f"{size / 1e6:,.1f}")
+def _times_cell(stats: RunStatistics, label: str) -> Cell:
+    """Return the times of a prompt and of a token; the table on them has their ranges."""
+    cells = list(map(time_ratio_cell, _times(stats, label)))
+    if all(cell.text == NOTHING for cell in cells):
+        return cells[0]
+    tips = (f"{what} {cell.tip}" for what, cell in zip(("prompt", "token"), cells, strict=True))
+    return Cell(text=", ".join(cell.text for cell in cells), tip="; ".join(tips))
 
 
 _DEFAULT_WIDTH = 100  # columns of text if the output is no terminal
@@ -474,7 +506,9 @@ def overview(page: dict[str, Any], width: int | None = None) -> str:
     alone = len(runs) == 1
     lines = [page["title"]]
     for run in runs:
-        lines.append(run["headline"] if alone else f"{run['title']}: {run['headline']}")
+        said = run["conclusion"]
+        lines.append(said.headline if alone else f"{run['title']}: {said.headline}")
+        lines += [said.details] * bool(said.details)
     parts = ["\n".join(_wrap(line, width) for line in lines)]
     if page["summary"] is not None:
         parts.append(fitted_table(page["summary"], width))
@@ -482,7 +516,7 @@ def overview(page: dict[str, Any], width: int | None = None) -> str:
     cautions = [
         f"caution: {caution}" if alone else f"caution, {run['title']}: {caution}"
         for run in runs
-        for caution in [*run["warnings"], *run["cautions"]]
+        for caution in run["cautions"]
     ]
     if cautions:
         parts.append("\n".join(cautions))

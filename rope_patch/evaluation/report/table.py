@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.statistics import ClusteredMean, Interval
@@ -63,6 +63,12 @@ class Table:
     task: str = ""
 
     @property
+    def note(self) -> str:
+        """Return what a table's signs mean, if it has some."""
+        has_gaps = any(NOTHING in cell.text for row in self.rows for cell in row.cells)
+        return f"{NOTHING}: not measured" if has_gaps else ""
+
+    @property
     def shown(self) -> list[Row]:
         """Return the rows before the fold."""
         return [row for row in self.rows if not row.folded]
@@ -108,10 +114,7 @@ def nats_cell(loss: ClusteredMean | None, more: str = "", *, beyond: bool = Fals
     """
     if loss is None:
         return Cell(text=NOTHING, tip="not measured", beyond=beyond)
-    # Student's interval of few losses may reach below 0, where no loss is.
-    mean = replace(loss.mean, low=max(loss.mean.low, min(0.0, loss.mean.estimate)))
-    bounded = mean if math.isfinite(loss.mean.half_width) else loss.mean
-    text, span = nats_text(loss.mean.estimate), nats_range(bounded)
+    text, span = nats_text(loss.mean.estimate), nats_range(loss.mean)
     tip = f"{text} nats a token{more}, 95% interval {span or 'unknown'}"
     tip += f", n = {loss.mean.n:,.0f}, {loss.mean.effective_n:,.0f} texts"
     return Cell(text=text, note=span, tip=tip, beyond=beyond)
@@ -159,15 +162,19 @@ def ratio_column(
     """Return a column of ratios in one unit, which its head names: percent, or times.
 
     Args:
-        intervals: The ratios; one of which nothing is known is left out.
+        intervals: The ratios.
         head: What is compared; empty where the column beside it says so.
         base: What it is compared with, such as "the plain model".
         beyond: Whether it is of texts beyond the trained length.
     """
-    intervals = [None if is_unknown(interval) else interval for interval in intervals]
-    percent = in_percent(*intervals)
+    percent = in_percent(*(None if is_unknown(interval) else interval for interval in intervals))
     unit = f"% change from {base}" if percent else f"times that of {base}"
-    cells = [ratio_cell(interval, beyond=beyond, percent=percent) for interval in intervals]
+    cells = [
+        Cell(text=UNKNOWN, tip="above 1 or below it, by far", beyond=beyond)
+        if is_unknown(interval)
+        else ratio_cell(interval, beyond=beyond, percent=percent)
+        for interval in intervals
+    ]
     return Cell(text=head or unit, note=unit if head else "", beyond=beyond), cells
 
 
@@ -185,7 +192,9 @@ def length_heads(lengths: list[int], trained: int) -> list[Cell]:
     return [Cell(text=f"{length:,}", beyond=length > trained) for length in lengths]
 
 
-NOTHING = "–"
+NOTHING = "–"  # not measured, and nothing else; each table that has one says so
+BASE = "base"  # what the others of its column are compared with
+UNKNOWN = "cannot tell"
 _TENTHS = SignedFormat(1, minus="−", zero="±")  # of percent, or of a point
 _MANY_TIMES = 3  # a ratio from which on "times" reads better than a percentage
 
@@ -223,13 +232,13 @@ def percent(share: float) -> str:
 
 
 def percent_range(interval: Interval) -> str:
-    """Return an interval of shares: 84–96%."""
+    """Return an interval of shares: 84 to 96%."""
     low, high = (100 * min(max(bound, 0.0), 1.0) for bound in (interval.low, interval.high))
-    return f"{low:.0f}–{high:.0f}%"
+    return f"{low:.0f} to {high:.0f}%"
 
 
 def share_with_interval(interval: Interval) -> str:
-    """Return a share with its interval and n: 92% (84–96%, n = 40)."""
+    """Return a share with its interval and n: 92% (84 to 96%, n = 40)."""
     return f"{percent(interval.estimate)} ({percent_range(interval)}, {n_text(interval)})"
 
 
@@ -256,14 +265,14 @@ def perplexity_text(value: Any) -> str:
 
 
 def perplexity_range(interval: Interval) -> str:
-    """Return an interval of perplexities: 14.8–15.9; nothing without bounds."""
+    """Return an interval of perplexities: 14.8 to 15.9; nothing without bounds."""
     if interval.low <= 0 and interval.high == math.inf:
         return ""
-    return f"{perplexity_text(interval.low)}–{perplexity_text(interval.high)}"
+    return f"{perplexity_text(interval.low)} to {perplexity_text(interval.high)}"
 
 
 def perplexity_with_interval(interval: Interval, *, with_n: bool = False) -> str:
-    """Return a perplexity with its interval: 15.2 (14.8–15.9), 15.2 (14.8–15.9, n = 40)."""
+    """Return a perplexity with its interval: 15.2 (14.8 to 15.9), 15.2 (14.8 to 15.9, n = 40)."""
     span = perplexity_range(interval)
     return _with_notes(perplexity_text(interval.estimate), span, n_text(interval) * with_n)
 
@@ -297,19 +306,17 @@ def change_text(interval: Interval, *, percent: bool | None = None, unit: bool =
 
 
 def change_range(interval: Interval, *, percent: bool | None = None, unit: bool = True) -> str:
-    """Return an interval of ratios in one unit: −0.2 to +1.6%, ×2.0–2.2; nothing without bounds."""
+    """Return an interval of ratios in one unit: −0.2 to +1.6%, ×2.0 to 2.2; nothing if unknown."""
     if interval.low <= 0 and interval.high == math.inf:
         return ""
     as_percent = in_percent(interval) if percent is None else percent
     low, high = (_ratio_text(v, interval, as_percent, unit) for v in (interval.low, interval.high))
-    if as_percent:
-        return f"{low.removesuffix('%')} to {high}"
-    return f"{low}–{high.removeprefix('×')}"
+    return f"{low.removesuffix('%')} to {high.removeprefix('×')}"
 
 
 def _ratio_text(value: float, interval: Interval, percent: bool | None, unit: bool) -> str:
     if math.isnan(value):
-        return NOTHING
+        return UNKNOWN
     if in_percent(interval) if percent is None else percent:
         return f"{_TENTHS.number(100 * (value - 1))}{'%' * unit}"
     return f"{'×' * unit}{_factor_text(value, interval.high - interval.low)}"
@@ -336,11 +343,10 @@ def nats_text(nats: float) -> str:
 
 
 def nats_range(interval: Interval) -> str:
-    """Return an interval of losses: 0.41–0.80, −4.20 to −0.89; nothing without bounds."""
+    """Return an interval of losses: 0.41 to 0.80, −4.20 to −0.89; nothing without bounds."""
     if not math.isfinite(interval.half_width):
         return ""
-    low, high = nats_text(interval.low), nats_text(interval.high)
-    return f"{low} to {high}" if "−" in low + high else f"{low}–{high}"
+    return f"{nats_text(interval.low)} to {nats_text(interval.high)}"
 
 
 def points_range(interval: Interval) -> str:

@@ -11,8 +11,10 @@ from rope_patch.evaluation.report.results.perplexity import Curve
 from rope_patch.evaluation.report.results.retrieval import RULER_TASKS, THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import (
+    BASE,
     CONTROL,
     NOTHING,
+    UNKNOWN,
     Cell,
     Row,
     Table,
@@ -119,29 +121,29 @@ def retention_table(stats: RunStatistics) -> Table | None:
     )
 
 
-def family_table(stats: RunStatistics) -> Table | None:
-    """Return the usable length of each group of tasks; None where there is only one."""
-    families = list(stats.families)
-    rows = [
-        method_row(
-            stats,
-            label,
-            [usable_length_cell(stats, stats.usable_length(label, each)) for each in families],
-        )
-        for label in stats.labels
-        if stats.usable_length(label) is not None
-    ]
-    if len(families) < 2 or not rows:
+def usable_table(stats: RunStatistics) -> Table | None:
+    """Return usable lengths over all tasks and of each group of them; None where none is known."""
+    families = list(stats.families) if len(stats.families) > 1 else []
+    heads = [Cell(text="all tasks"), *(Cell(text=task_name(family)) for family in families)]
+    if stats.has_ruler:
+        tip = "Llama-2-7B's score at 4,096 tokens"
+        heads.append(Cell(text="RULER's 85.6%", tip=tip))
+    rows = []
+    for label in stats.labels:
+        lengths = [stats.usable_length(label, family) for family in (None, *families)]
+        lengths += [stats.ruler_usable_length(label)] * stats.has_ruler
+        if any(lengths):
+            cells = [_usable_length_cell(stats, usable) for usable in lengths]
+            rows.append(method_row(stats, label, cells))
+    if not rows:
         return None
-    name = "Usable length by group of tasks, in tokens"
-    heads = [Cell(text=task_name(family)) for family in families]
+    name = "Usable length, in tokens"
     return Table(name=name, corner="method", columns=heads, rows=rows, groups=[])
 
 
-def usable_length_cell(stats: RunStatistics, usable: UsableLength | None) -> Cell:
-    """Return a usable length with its interval."""
+def _usable_length_cell(stats: RunStatistics, usable: UsableLength | None) -> Cell:
     if usable is None:
-        return Cell(text=NOTHING, tip=stats.nothing_to_keep if stats.lengths else "")
+        return Cell(text=UNKNOWN, tip=stats.nothing_to_keep)
     beyond = usable.is_beyond(stats.trained_length)
     return Cell(text=usable.text, note=usable.interval_text, tip=str(usable), beyond=beyond)
 
@@ -235,7 +237,7 @@ def _ruler_rows(stats: RunStatistics, columns: int) -> Iterator[Row]:
             )
             for length in stats.lengths
         ]
-        cells += [Cell(text=NOTHING) for _ in range(columns - len(cells))]
+        cells += [Cell(text="") for _ in range(columns - len(cells))]
         yield method_row(stats, label, cells, f"RULER-like, {RULER_TASKS} tasks")
 
 
@@ -456,8 +458,7 @@ def _perplexity_averages(stats: RunStatistics) -> Table:
         cells = [perplexity_cell(average, beyond=beyond) for average in averages]
         columns.append((Cell(text="perplexity", beyond=beyond), cells))
         if stats.plain in labels:
-            ratios = [stats.ratio_to_plain(label, beyond=beyond) for label in labels]
-            columns.append(ratio_column(ratios, "", f"the {stats.plain_name}", beyond=beyond))
+            columns.append(_beside_plain_column(stats, labels, "", beyond=beyond))
         if beyond and (names := controls(stats)):
             ratios = [stats.ratio_to_control(label) for label in labels]
             columns.append(ratio_column(ratios, "", f"the {names[0][0]}", beyond=True))
@@ -471,6 +472,17 @@ def _perplexity_averages(stats: RunStatistics) -> Table:
         ],
         groups=length_groups([head for head, _ in columns], stats.trained_length),
     )
+
+
+def _beside_plain_column(
+    stats: RunStatistics, labels: list[str], head: str, *, beyond: bool
+) -> tuple[Cell, list[Cell]]:
+    """Return a column of perplexities over the plain model's, which is the base."""
+    ratios = [stats.ratio_to_plain(label, beyond=beyond) for label in labels]
+    cell, cells = ratio_column(ratios, head, f"the {stats.plain_name}", beyond=beyond)
+    if stats.plain in labels:
+        cells[labels.index(stats.plain)] = Cell(text=BASE, beyond=beyond)
+    return cell, cells
 
 
 def _within_and_beyond(
@@ -512,14 +524,13 @@ def short_table(stats: RunStatistics) -> Table | None:
         head = Cell(text="all tasks", note=f"points more than the {stats.plain_name}")
         columns.append((head, [_overall_cell(stats, label) for label in stats.labels]))
     if stats.plain in stats.losses and len(stats.losses) > 1:
-        ratios = [stats.ratio_to_plain(label, beyond=False) for label in stats.labels]
         head_text = f"perplexity up to {stats.trained_length:,}"
-        columns.append(ratio_column(ratios, head_text, f"the {stats.plain_name}"))
+        columns.append(_beside_plain_column(stats, stats.labels, head_text, beyond=False))
     by_label = {label: [cells[i] for _, cells in columns] for i, label in enumerate(stats.labels)}
     rows = [
         method_row(stats, label, cells)
         for label, cells in by_label.items()
-        if any(cell.text != NOTHING for cell in cells)
+        if any(cell.text not in (NOTHING, BASE) for cell in cells)
     ]
     if not rows:
         return None
@@ -645,7 +656,7 @@ def failure_lines(stats: RunStatistics) -> list[str]:
         lines.append(
             one_line(f"{task_name(task)}, {stats.names[label]}: {count} ({names}): {reason}")
         )
-    return first_few(lines, _MAX_FAILURES)
+    return first_few(lines, _MAX_FAILURES, "{} more, in report.json")
 
 
 def size_text(size: int | None) -> str:
@@ -683,7 +694,7 @@ def _scored_cell(measured: tuple[Interval, PairedTest | None]) -> Cell:
 def _overall_cell(stats: RunStatistics, label: str) -> Cell:
     against = stats.short_overall(label)
     if against is None:
-        return Cell(text=NOTHING)
+        return Cell(text=BASE if label == stats.plain else NOTHING)
     change, span = against.difference, points_range(against.difference)
     text = points_text(change.estimate)
     tip = f"{text} points against the {stats.plain_name}, 95% interval {span}, {n_text(change)}"
@@ -716,8 +727,8 @@ def time_ratio_cell(ratio: Iterable[float] | None) -> Cell:
         return Cell(text=NOTHING)
     low, middle, high = (float(value) for value in ratio)
     if not math.isfinite(middle):
-        return Cell(text=NOTHING)
-    span = f"{low:.2f}–{high:.2f}"
+        return Cell(text=UNKNOWN)
+    span = f"{low:.2f} to {high:.2f}"
     return Cell(
         text=f"×{middle:.2f}",
         note=span,

@@ -14,12 +14,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from rope_patch.evaluation.report import figures, summary
-from rope_patch.evaluation.report.conclusions import Ranking, find_gaps, gap_sentence, headline
+from rope_patch.evaluation.report.conclusions import Ranking, conclude, find_gaps, gap_sentence
+from rope_patch.evaluation.report.figures import Picture
 from rope_patch.evaluation.report.merging import merge_runs
 from rope_patch.evaluation.report.model_index import model_index
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.sections import sections
-from rope_patch.evaluation.report.summary import summary_sentences, summary_table, summary_warnings
+from rope_patch.evaluation.report.summary import first_screen, summary_table
 from rope_patch.evaluation.report.table import Row, filter_mark, one_line
 from rope_patch.evaluation.results_schema import (
     DocumentRecord,
@@ -38,10 +39,9 @@ from rope_patch.utils.terminal import format_duration
 TEMPLATES = Path(__file__).parent / "templates"
 
 _LIMITS = (
-    "Numbers in brackets, and the smaller ones below others, are 95% intervals: low–high, or low "
-    "to high where they have signs (of times: the smallest and largest of the repeats); n is how "
-    "many samples they rest on, and as how many those count that share a text, also where several "
-    "tasks ask the same samples.",
+    "Numbers in brackets, and the smaller ones below others, are 95% intervals, low to high (of "
+    "times: the smallest and largest of the repeats); n is how many samples they rest on, and as "
+    "how many those count that share a text, also where several tasks ask the same samples.",
     "Each method has its own marker, and its colour with its dashes, the same in every figure; "
     "colours alone repeat after seven methods.",
     "Perplexity is of well-known books that every model has read: fine for comparing methods on "
@@ -82,10 +82,12 @@ def write_report(
     else:
         runs = [results]
     atomic_files.require_writable_folder(folder, "the report")
-    page, pictures = _page_and_pictures(merge_runs(runs))
+    merged = merge_runs(runs)
+    page, pictures = _page_and_pictures(merged)
     files: dict[str, bytes] = {f"figures/{name}.png": png for name, png in pictures.items()}
-    runs = [{**run, "usable": RunStatistics(run).usable_records()} for run in runs]
-    signed = add_checksum(runs[0] if len(runs) == 1 else {"runs": runs})
+    runs = [with_conclusions(run) for run in runs]
+    shown = [with_conclusions(run)["first_screen"] for run in merged]
+    signed = add_checksum(runs[0] if len(runs) == 1 else {"runs": runs, "first_screens": shown})
     files["report.json"] = to_json(signed, indent=1).encode()
     files["report.md"] = render(TEMPLATES / "report.md.jinja", page).encode()
     if page["model_index"]:
@@ -101,6 +103,13 @@ def write_report(
     return folder / "report.html"
 
 
+def with_conclusions(results: RunRecord) -> RunRecord:
+    """Return results with what follows from their samples: usable lengths and the first screen."""
+    stats = RunStatistics(results)
+    screen = first_screen(stats, Ranking(stats))
+    return {**results, "usable": stats.usable_records(), "first_screen": screen}
+
+
 def check_results(results: RunRecord, where: str) -> None:
     """Raise if a report cannot be made of one run's results.
 
@@ -114,7 +123,7 @@ def check_results(results: RunRecord, where: str) -> None:
     try:
         stats = RunStatistics(results)
         ranking = Ranking(stats)
-        _run_page(stats, ranking, "", sections(stats, ranking, {}))
+        _run_page(stats, ranking, "", {}, "")
         summary_table([("", stats, ranking)])
         find_gaps(results)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -124,6 +133,8 @@ def check_results(results: RunRecord, where: str) -> None:
         ) from error
 
 
+# Figures, each with what its headline is in: the first that was drawn stands below the headline.
+_FIRST_PICTURES = {"answers": "loss", "accuracy": "accuracy", "perplexity": "perplexity"}
 _FIGURE = re.compile(r"(run\d+-)?(accuracy|answers|perplexity|sliding|stretch|retrieval-.*)$")
 
 
@@ -140,8 +151,7 @@ def _page_and_pictures(runs: Sequence[RunRecord]) -> tuple[dict[str, Any], dict[
         pictures |= {picture.name: picture.png for picture in pictures_of_run.values()}
         heat_maps = figures.draw_heat_maps(stats, ranking)
         pictures |= {f"{prefix}{name}": png for name, png in heat_maps.items()}
-        parts = sections(stats, ranking, pictures_of_run, prefix)
-        contents.append(_run_page(stats, ranking, title, parts))
+        contents.append(_run_page(stats, ranking, title, pictures_of_run, prefix))
     if len(set(titles)) < len(titles):
         titles = [f"{title} ({i})" for i, title in enumerate(titles, 1)]
         for content, title in zip(contents, titles, strict=True):
@@ -177,16 +187,19 @@ def _join_titles(titles: list[str]) -> str:
 
 
 def _run_page(
-    stats: RunStatistics, ranking: Ranking, title: str, parts: list[Any]
+    stats: RunStatistics, ranking: Ranking, title: str, pictures: dict[str, Picture], prefix: str
 ) -> dict[str, Any]:
+    said = conclude(stats, ranking)
+    names = sorted(_FIRST_PICTURES, key=lambda name: _FIRST_PICTURES[name] != said.measure)
+    first = next((pictures[name] for name in names if name in pictures), None)
+    others = {name: picture for name, picture in pictures.items() if picture is not first}
     unpatched = dict.fromkeys(("method", "paper", "options", "rope_parameters"))
     return {
         "title": title,
-        "headline": headline(stats, ranking),
-        "warnings": list(summary_warnings(stats)),
-        "details": summary_sentences(stats, ranking),
-        "parts": parts,
-        "cautions": [one_line(line) for line in stats.run.get("cautions") or []],
+        "conclusion": said,
+        "picture": first,
+        "cautions": summary.summary_cautions(stats),
+        "parts": sections(stats, ranking, others, prefix),
         "facts": _run_facts_table(stats),
         "command": stats.run.get("command"),
         "methods": [

@@ -9,12 +9,11 @@ from rope_patch.evaluation import (
     Ranking,
     RunStatistics,
     accuracy_tables,
-    headline,
+    conclude,
     is_shown_to_help,
     merge_runs,
     short_table,
     summary_sentences,
-    summary_table,
 )
 
 LENGTH, TRAINED = 2048, 1024
@@ -80,7 +79,9 @@ def test_nothing_is_shown_with_fewer_texts_than_decide(methods, least):
         assert (f"({least} decide)" in summary_sentences(stats)[0]) == (texts < least)
         if texts < least:
             assert Ranking(stats).shown_best == set()
-            assert headline(stats, Ranking(stats)).endswith(f"({least} decide).")
+            said = conclude(stats, Ranking(stats))
+            assert said.method is None
+            assert said.reason.endswith(f"{least} can.")
         if texts < 6:
             assert set(stats.rivals_of_best(LENGTH)) == set(stats.patched) - {"m0"}
 
@@ -121,15 +122,6 @@ def test_reading_is_corrected_over_the_methods():
     for others, reads in (({}, True), ({f"m{i}": 2.6 for i in range(20)}, False)):
         stats = run({"none": 3.0, "yarn": 2.6} | others, 6, floor=3.0)
         assert stats.reads_answers("yarn", LENGTH) is reads
-
-
-@pytest.mark.parametrize(("texts", "is_shown"), [(2, False), (20, True)])
-def test_accuracies_stand_beside_likelihoods_where_they_say_something(texts, is_shown):
-    stats = run({"none": 3.0, "yarn": 0.6}, texts)
-    table, _ = summary_table([("", stats, Ranking(stats))])
-    heads = " ".join(column.text for column in table.columns)
-    assert "loss of right answers" in heads
-    assert ("accuracy beyond" in heads) == is_shown
 
 
 def test_twins_by_choice_are_not_counted_again():

@@ -302,9 +302,9 @@ def interval(estimate, low, high):
         ((1.028, 1.005, 1.051), "+2.8% (+0.5 to +5.1%)"),
         ((0.97, 0.9, 1.0), "−3.0% (−10.0 to ±0.0%)"),
         ((1.788, 1.438, 2.224), "+78.8% (+43.8 to +122.4%)"),
-        ((1.485, 0.01, 150.0), "×1.5 (×0.01–150)"),
-        ((2.15, 1.85, 3.5), "×2.1 (×1.9–3.5)"),
-        ((10.0, 8.5, 11.7), "×10 (×8.5–12)"),
+        ((1.485, 0.01, 150.0), "×1.5 (×0.01 to 150)"),
+        ((2.15, 1.85, 3.5), "×2.1 (×1.9 to 3.5)"),
+        ((10.0, 8.5, 11.7), "×10 (×8.5 to 12)"),
     ],
 )
 def test_a_ratio_and_its_interval_have_one_unit(values, text):
@@ -315,7 +315,7 @@ def test_a_ratio_and_its_interval_have_one_unit(values, text):
 def test_a_column_may_choose_the_unit():
     ratio = interval(1.028, 1.005, 1.051)
     assert change_text(ratio, percent=False, unit=False) == "1.028"
-    assert change_range(ratio, percent=False, unit=False) == "1.005–1.051"
+    assert change_range(ratio, percent=False, unit=False) == "1.005 to 1.051"
 
 
 @pytest.mark.parametrize(
@@ -324,10 +324,26 @@ def test_a_column_may_choose_the_unit():
         ("change_range", (1.2, 0, math.inf), ""),
         ("perplexity_range", (12.0, 0, math.inf), ""),
         ("nats_range", (0.9, -math.inf, math.inf), ""),
-        ("percent_range", (0.5, 0.34, 0.66), "34–66%"),
-        ("nats_range", (0.61, 0.07, 1.15), "0.07–1.15"),
+        ("percent_range", (0.5, 0.34, 0.66), "34 to 66%"),
+        ("nats_range", (0.61, 0.07, 1.15), "0.07 to 1.15"),
         ("nats_range", (0.55, -0.03, 1.12), "−0.03 to 1.12"),
     ],
 )
-def test_an_interval_has_signs_or_a_dash_and_none_if_nothing_is_known(kind, values, text):
+def test_intervals_have_one_notation_and_none_if_nothing_is_known(kind, values, text):
     assert getattr(evaluation, kind)(interval(*values)) == text
+
+
+def test_no_interval_of_few_leaves_what_is_possible():
+    """Student's interval of two blocks, or of few texts, reaches below 0 nats."""
+    measured = many()
+    for label in measured["perplexity"]["losses"]:
+        measured["perplexity"]["losses"][label] = [[0.2] * 64 + [0.0, 0.9]]
+    stats = RunStatistics(measured)
+    half = 12.7062 * 0.45  # Student's t of one degree of freedom, times the standard error
+    perplexity = stats.average("none", beyond=True)
+    assert perplexity.low == 1.0
+    assert perplexity.high == pytest.approx(math.exp(0.45 + half), rel=1e-3)
+    losses = [stats.answer_loss(label, 8192).mean for label in stats.labels]
+    assert min(loss.low for loss in losses) == 0.0
+    shares = [stats.accuracy(label, lengths=(8192,)) for label in stats.labels]
+    assert all(0 <= share.low <= share.estimate <= share.high <= 1 for share in shares)

@@ -8,8 +8,10 @@ from rope_patch.evaluation import (
     RunStatistics,
     accuracy_tables,
     cost_table,
+    first_screen,
     fitted_table,
     ratio_column,
+    short_table,
     summary_table,
 )
 from rope_patch.statistics import Interval
@@ -113,20 +115,25 @@ def test_each_method_has_a_look_of_its_own_best_first():
     assert "m1" not in [ranking.colours[f"method {i}"] for i in range(14)]  # the plain model's
 
 
-def test_a_column_with_one_value_is_a_line():
-    table, lines = summary_table([("", *ranked(many()))])
-    assert not any("cache" in column.text for column in table.columns)
-    assert any("cache" in line and "3,000.0" in line for line in lines)
+def test_a_price_that_a_caution_empties_is_not_told():
+    measured = results()
+    said = [row.cells[2].text for row in summary_of(("", measured)).rows]
+    assert said == ["+1.3%, ±0.0 points", "+24.7%, −3.8 points", "base"]
+    measured["run"]["cautions"] = ["the model reads these documents no better than chance: it"]
+    told = [row.cells[2].text for row in summary_of(("", measured)).rows]
+    assert told == ["cannot tell, ±0.0 points", "cannot tell, −3.8 points", "base"]
+    rows = first_screen(*ranked(measured))["methods"]
+    assert {row["price_perplexity"] is None for row in rows.values()} == {True}
 
 
 def test_a_column_of_ratios_has_one_unit_in_its_head():
     head = "perplexity up to 4,096"
-    near = [c for c in summary_of(("", results())).columns if c.text == head]
+    near = [c for c in short_table(ranked(results())[0]).columns if c.text == head]
     assert ["%" in column.note for column in near] == [True]
     measured = results()
     for document in measured["perplexity"]["losses"]["linear ×2"]:
         document[:] = [nats + 2 for nats in document]
-    table = summary_of(("", measured))
+    table = short_table(ranked(measured)[0])
     (at,) = (i for i, c in enumerate(table.columns) if c.text == head)
     assert "times" in table.columns[at].note
     texts = [row.cells[at].text + row.cells[at].note for row in table.rows]
@@ -136,7 +143,10 @@ def test_a_column_of_ratios_has_one_unit_in_its_head():
 def test_a_ratio_that_could_be_anything_leaves_the_column_and_its_unit_alone():
     known = Interval(1.03, 1.02, 1.04, 8, 8)
     _, cells = ratio_column([known, Interval(5.4, 0.45, 65, 4, 4)], "perplexity", "the control")
-    assert [(cell.text, cell.note) for cell in cells] == [("+3.0", "+2.0 to +4.0"), ("–", "")]
+    assert [(cell.text, cell.note) for cell in cells] == [
+        ("+3.0", "+2.0 to +4.0"),
+        ("cannot tell", ""),
+    ]
     large = Interval(40, 3, 500, 4, 4)  # surely above 1, however wide
     _, cells = ratio_column([large], "perplexity", "the control")
     assert cells[0].text == "40"

@@ -14,9 +14,9 @@ from helpers.report_results import LENGTHS, many, method, results, samples
 from rope_patch.evaluation import (
     Ranking,
     RunStatistics,
-    headline,
+    conclude,
+    summary_cautions,
     summary_sentences,
-    summary_warnings,
     write_report,
 )
 
@@ -102,6 +102,13 @@ def by_heart():
     return measured
 
 
+def guessed_without_likelihoods():
+    measured = unlikely(asked({"none": FAILING, "yarn ×2": USABLE}))
+    rows = samples("rp_vt", USABLE, lengths=(2048,), count=12)
+    control = {"task": "rp_vt", "lengths": [2048], "depths": [], "samples": {"none": rows}}
+    return measured | {"control": [control]}
+
+
 def likely_without_the_text():
     measured = results() | UNPRICED
     for row in measured["control"][0]["samples"]["none"]:
@@ -152,6 +159,7 @@ RESULTS = {
     "nothing beyond the trained length": lambda: trained_on(32768),
     "nothing": lambda: results() | UNPRICED | {"control": [], "retrieval": []},
     "questions that can be guessed": guessed,
+    "questions that can be guessed, no likelihoods": guessed_without_likelihoods,
     "questions that can be answered without the text": by_heart,
     "failed samples": failed,
 }
@@ -159,9 +167,10 @@ RESULTS = {
 
 def paragraphs(measured):
     stats = RunStatistics(measured)
-    yield headline(stats, Ranking(stats))
+    said = conclude(stats, Ranking(stats))
+    yield from filter(None, (said.headline, said.details))
     yield from (f"- {sentence}" for sentence in summary_sentences(stats))
-    yield from (f"- Warning: {sentence}" for sentence in summary_warnings(stats))
+    yield from (f"- Caution: {sentence}" for sentence in summary_cautions(stats))
 
 
 def test_sentences_of_each_kind_of_result():
@@ -169,6 +178,12 @@ def test_sentences_of_each_kind_of_result():
     for title, make in RESULTS.items():
         lines += ["", f"## {title}", "", *paragraphs(make())]
     check_recorded("\n".join(lines) + "\n", RECORDED / "sentences.md")
+
+
+def test_headlines_have_at_most_14_words():
+    for make in RESULTS.values():
+        stats = RunStatistics(make())
+        assert len(conclude(stats, Ranking(stats)).headline.split()) <= 14
 
 
 def test_losses_that_come_back_from_json_are_infinite_too():

@@ -162,7 +162,11 @@ def test_a_report_renders_with_any_part_missing(small, tmp_path, change):
     change(small)
     check_same_content(Page(write_report(small, tmp_path)), tmp_path)
     written = results_of(tmp_path)
-    assert written.pop("usable").keys() == {method["label"] for method in small["methods"]}
+    labels = {method["label"] for method in small["methods"]}
+    screen = written.pop("first_screen")
+    assert written.pop("usable").keys() == screen["methods"].keys() == labels
+    assert f"**{screen['headline']}**" in markdown_of(tmp_path)
+    assert len(screen["headline"].split()) <= 14
     assert written == json.loads(json.dumps(small))
 
 
@@ -264,11 +268,12 @@ def test_a_usable_length_is_the_same_in_all_forms(tmp_path):
     usable = {label: RunStatistics(results()).usable_length(label) for label in ("none", "yarn ×2")}
     assert str(usable["none"]) == "4,096 tokens (2,048 to 6,144)"
     assert usable["yarn ×2"].text == "not shown"
+    stored = results_of(tmp_path)
     for each in usable.values():
         assert f"{each.text} ({each.interval_text})" in markdown_of(tmp_path)
-        assert f"{each.text} ({each.interval_text})" in shown[0]
         assert f"{each.text}{each.interval_text}" in {re.sub(r"\s+", " ", c) for c in page.cells}
-    stored = results_of(tmp_path)
+        for text in (" ".join(shown[0].split()), page.text, stored["first_screen"]["usable"]):
+            assert str(each) in text
     assert stored["usable"]["none"]["all"] == {
         **{
             "estimate": 4096,
@@ -387,7 +392,8 @@ def test_runs_on_the_same_samples_are_merged(small, tmp_path):
     first, second = only("none", "yarn ×2"), only("none", "linear ×2")
     assert Page(write_report([first, second], tmp_path)).cells == expected
     runs = results_of(tmp_path)["runs"]
-    assert [set(run.pop("usable")) for run in runs] == [
+    shown = [(set(run.pop("usable")), run.pop("first_screen")["method"]) for run in runs]
+    assert [labels for labels, _ in shown] == [
         {"none", "yarn ×2"},
         {"none", "linear ×2"},
     ]
@@ -400,9 +406,10 @@ def test_runs_on_the_same_samples_are_merged(small, tmp_path):
 def test_markdown_has_the_order_of_the_page(tmp_path):
     check_same_content(Page(write_report(many(), tmp_path)), tmp_path)
     markdown = markdown_of(tmp_path)
-    marks = ["**", "| method |", "6 more rows", "The numbers behind it", "## "]
+    marks = ["**", "Usable length", "figures/answers", "| method |", "6 more rows"]
+    marks += ["Differences, intervals and tests", "How to read this"]
     places = [markdown.index(mark) for mark in marks]
     assert places == sorted(places)
-    first = markdown[places[1] : places[2]]
+    first = markdown[places[3] : places[4]]
     assert len(re.findall(r"^\|", first, flags=re.M)) == 2 + 8
     assert markdown.count("<details>") == markdown.count("</details>") > 3

@@ -44,7 +44,7 @@ def open_page(browser, address):
     contexts = []
     errors = []
 
-    def open_with(address=address, **options):
+    def open_with(address=address, unfolded=True, **options):
         options.setdefault("viewport", {"width": 1200, "height": 900})
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
@@ -52,6 +52,8 @@ def open_page(browser, address):
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda r: None if r.url == address else errors.append(r.url))
         page.goto(address)
+        if unfolded:
+            page.evaluate("document.querySelectorAll('.part').forEach((e) => { e.open = true; })")
         return page
 
     yield open_with
@@ -146,7 +148,7 @@ def test_each_table_is_one_tab_stop(open_page):
 
 
 def test_without_scripts_all_content_is_visible(open_page):
-    page = open_page(java_script_enabled=False)
+    page = open_page(unfolded=False, java_script_enabled=False)
     assert page.locator("form").count() == 1
     assert not page.locator("form").is_visible()
     assert "right at depth 10%" in page.locator(".heat td[title]").first.get_attribute("title")
@@ -167,7 +169,14 @@ def test_the_report_prints(open_page, tmp_path):
 
 
 def test_eight_rows_are_shown_and_the_rest_folds_open(open_page, many_methods):
-    page = open_page(many_methods)
+    page = open_page(many_methods, unfolded=False)
+    assert [part.get_attribute("open") for part in page.locator(".part").all()] == [None] * 13
+    assert sum(table.is_visible() for table in page.locator("table").all()) == 1
+    assert page.locator("figure").count() > 1
+    (picture,) = (each for each in page.locator("figure").all() if each.is_visible())
+    tops = [page.locator(".verdict"), picture, page.locator(".first table").first]
+    tops = [part.bounding_box()["y"] for part in tops]
+    assert tops == sorted(tops)
     rows = page.locator(".first tbody tr")
     assert rows.count() == 14
     assert sum(row.is_visible() for row in rows.all()) == 8
@@ -178,9 +187,9 @@ def test_eight_rows_are_shown_and_the_rest_folds_open(open_page, many_methods):
 
 
 def test_all_folds_are_open_in_print(open_page, many_methods):
-    page = open_page(many_methods)
+    page = open_page(many_methods, unfolded=False)
     page.emulate_media(media="print")
-    folded = page.locator(".fold tbody tr, .details li")
+    folded = page.locator(".fold tbody tr, .part li")
     assert folded.count() > 20
     assert all(row.bounding_box()["height"] > 0 for row in folded.all()[:20])
     assert not page.get_by_text("6 more rows").first.is_visible()

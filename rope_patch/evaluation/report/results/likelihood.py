@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -196,7 +197,13 @@ def _answer_losses(samples: Sequence[ScoredSample]) -> dict[tuple[str, str], Ans
 def _mean(losses: Sequence[AnswerLoss], look_factor: int = 1) -> ClusteredMean | None:
     """Return the mean of losses over texts; None without losses, or where one is infinite."""
     numbers = _finite_numbers(losses, look_factor)
-    return None if numbers is None else statistics.clustered_mean(*numbers)
+    if numbers is None:
+        return None
+    loss = statistics.clustered_mean(*numbers)
+    # Student's interval of few losses may reach below 0, where no loss is: it covers without that.
+    low = max(loss.mean.low, min(0.0, loss.mean.estimate))
+    is_known = math.isfinite(loss.mean.half_width)
+    return replace(loss, mean=replace(loss.mean, low=low)) if is_known else loss
 
 
 def _finite_numbers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from rope_patch import statistics
@@ -122,7 +123,7 @@ class PerplexityStatistics(RunResults):
         return [[block - (first + i == 0) for i in range(len(piece))] for piece in pieces]
 
     def _interval(self, pieces: list[list[float]], first: int) -> Interval:
-        return statistics.perplexity_interval(pieces, self._block_tokens(pieces, first))
+        return bounded(statistics.perplexity_interval(pieces, self._block_tokens(pieces, first)))
 
     @cached_method
     def average(self, label: str, *, beyond: bool) -> Interval | None:
@@ -196,7 +197,17 @@ class PerplexityStatistics(RunResults):
 
 
 def _perplexity(pieces: list[list[float]]) -> Interval:
-    return statistics.perplexity_interval([piece for piece in pieces if piece])
+    return bounded(statistics.perplexity_interval([piece for piece in pieces if piece]))
+
+
+def bounded(perplexity: Interval) -> Interval:
+    """Return a perplexity whose interval does not reach below 1, where no perplexity is.
+
+    Student's interval of few blocks may; without that part it covers as often.
+    """
+    is_known = perplexity.low > 0
+    low = max(perplexity.low, min(1.0, perplexity.estimate))
+    return replace(perplexity, low=low) if is_known else perplexity
 
 
 def _losses_by_end(record: ControlRecord | None) -> list[dict[int, float]]:

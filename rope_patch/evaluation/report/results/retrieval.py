@@ -547,19 +547,25 @@ class ComparisonStatistics(RetrievalStatistics):
     are not tested, or some of so many cells would seem significant by chance.
     """
 
-    def accuracy_comparisons(self) -> dict[str, tuple[PairedTest, float]]:
+    def accuracy_comparisons(
+        self, length: int | None = None
+    ) -> dict[str, tuple[PairedTest, float]]:
         """Return each method's difference from the plain model, and its p after Holm.
 
-        Of the mean over tasks at the longest length. The family is all methods there.
+        Of the mean over tasks at a length. The family is all methods there.
+
+        Args:
+            length: Tokens; the longest length unless given.
         """
         if self.plain is None or not self.lengths:
             return {}
+        at = (length or self.lengths[-1],)
         tests = {
             label: test
             for label in self.patched
-            if (test := self.difference(label, self.plain, None, (self.lengths[-1],))) is not None
+            if (test := self.difference(label, self.plain, None, at)) is not None
         }
-        adjusted = self.adjust({label: test.p_value for label, test in tests.items()})
+        adjusted = self.adjust({label: test.p_value for label, test in tests.items()}, length)
         return {label: (test, adjusted[label]) for label, test in tests.items()}
 
     def best_by_accuracy(self) -> tuple[str, float] | None:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from rope_patch import statistics
 from rope_patch.evaluation.report.results.likelihood import LikelihoodStatistics
-from rope_patch.evaluation.report.results.perplexity import PerplexityStatistics
+from rope_patch.evaluation.report.results.perplexity import PerplexityStatistics, bounded
 from rope_patch.evaluation.report.results.retrieval import cached_method
 from rope_patch.evaluation.report.table import one_line
 from rope_patch.evaluation.results_schema import HarnessRecord, ShortRecord
@@ -53,7 +53,8 @@ class RunStatistics(LikelihoodStatistics, PerplexityStatistics):
         if not means:
             return None
         # Each document is one block.
-        interval = replace(statistics.perplexity_interval(means, weights), unit="documents")
+        interval = bounded(statistics.perplexity_interval(means, weights))
+        interval = replace(interval, unit="documents")
         base = losses.get(self.plain or "")
         if label == self.plain or base is None:
             return interval, None
