@@ -518,7 +518,7 @@ def _scale_x(axes: Axes, panel: Panel, ticks: int) -> None:
         axes.xaxis.set_major_locator(FixedLocator(some) if some else LogLocator(numticks=ticks))
         axes.xaxis.set_minor_locator(NullLocator())
     else:
-        axes.set_xlim(0, max(x) * (1.04 if some else 1.01))
+        axes.set_xlim(0, max(x) * (1.08 if some else 1.01))  # whiskers stand beside each other
         # Steps of a power of two, as lengths mostly are.
         steps = MultipleLocator(2 ** math.ceil(math.log2(max(x) / ticks)))
         axes.xaxis.set_major_locator(FixedLocator(some) if some else steps)
