@@ -88,7 +88,7 @@ def test_an_installed_package_gives_the_method_and_the_engine(environment):
     assert parameters["long_factor"] == parameters["short_factor"] == pytest.approx(SLOW)
     unknown = run_in_new_process("export", TINY, "--engine", "my-engine", *words)
     assert (unknown.returncode, unknown.stdout) == (1, "")
-    assert "unknown engine 'my-engine'" in unknown.stderr
+    assert "unknown method 'slow-half'" in unknown.stderr
 
 
 def test_a_saved_folder_needs_no_package(environment, tmp_path, caplog):

@@ -216,6 +216,7 @@ def test_report_renders_old_results(tmp_path):
     stored = read("eval/report.json")
     printed = printed_json("report", FILES / "eval", "--out", tmp_path)
     assert printed.pop("usable") == {"none": {}, "yarn ×2": {}}  # 0.1 did not say it
+    assert printed.pop("first_screen")["method"] is None
     assert_same(printed | {"digest": stored["digest"]}, stored)
     assert (tmp_path / "report.md").is_file()
     (rotation,) = stored["methods"][1]["frequencies"].values()

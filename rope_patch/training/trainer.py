@@ -40,6 +40,7 @@ from rope_patch.utils import atomic_files
 OVERRIDDEN = (
     *("get_train_dataloader", "get_decay_parameter_names", "create_optimizer", "get_batch_samples"),
     *("training_step", "compute_loss", "_get_output_dir", "_save_checkpoint", "log"),
+    "_issue_warnings_after_load",
 )
 CALLED_BACK = ("on_train_begin", "on_pre_optimizer_step", "on_step_end")
 

@@ -324,7 +324,7 @@ def test_missing_peft_error_names_the_extra(bases, saved_adapter, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     model = base(bases)
     before = state(model)
-    with pytest.raises(ValueError, match=r"peft is not installed.*rope-patch\[train\]"):
+    with pytest.raises(ValueError, match=r"peft is not installed.*'\.\[train\]'"):
         rope_patch.load_adapter(model, folder)
     assert_untouched(model, before)
 

@@ -1,5 +1,7 @@
 """Test loading of patched models from folders and from GGUF files."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -136,8 +138,9 @@ def test_gguf_file_loads_and_saves(gguf_file, tmp_path):
     assert_close(logits(loaded), logits(make_model()))
 
 
-def test_gguf_file_path_error_names_the_arguments(gguf_file):
-    with pytest.raises(ValueError, match=r"is a file.*gguf_file='tiny\.gguf'"):
-        rope_patch.load(gguf_file, "yarn", factor=4)
+def test_a_file_that_holds_no_model_is_refused(gguf_file):
+    config = Path(rope_patch.__file__)
+    with pytest.raises(ValueError, match=r"is a file: expected a GGUF file"):
+        rope_patch.load(config, "yarn", factor=4)
     with pytest.raises(ValueError, match=r"holds no other\.gguf.*found tiny\.gguf"):
         rope_patch.load(gguf_file.parent, "yarn", factor=4, gguf_file="other.gguf")

@@ -43,7 +43,9 @@ def evaluate_server(make_server, folder, **settings):
 def agreement(folder):
     """Return the section's table as lists of cells, and its lines."""
     page = (folder / "report.md").read_text()
-    section = page.partition("## Question by question\n")[2].partition("\n## ")[0]
+    section = page.partition("<summary>Question by question</summary>\n")[2].partition(
+        "</details>"
+    )[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
     return rows[2:], [line[2:] for line in section.splitlines() if line.startswith("- ")]
 

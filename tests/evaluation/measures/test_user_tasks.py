@@ -125,9 +125,11 @@ def test_the_report_shows_them_and_is_written_again(run, tmp_path):
     text = (tmp_path / "again" / "report.md").read_text()
     assert text == (out / "report.md").read_text()
     text = text.replace("\\_", "_")
-    section = text.partition("## Other tasks")[2].partition("\n## ")[0]
+    section = text.partition("<summary>Other tasks</summary>")[2].partition("</details>")[0]
     assert "my_sums" in section
     assert "word_perplexity" in section
-    table = text.partition("## Accuracy by task and length")[2].partition("\n## ")[0]
+    table = text.partition("<summary>Accuracy by task and length</summary>")[2].partition(
+        "</details>"
+    )[0]
     assert "my_lists" in table
     assert "--include-path" in json.loads((out / "report.json").read_text())["run"]["command"]

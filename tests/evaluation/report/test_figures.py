@@ -208,7 +208,6 @@ def test_no_figure_reaches_where_its_quantity_cannot(monkeypatch):
     sliding["losses"] = {label: {"2048": [[0.0]], "8192": [[0.01, 0.0]]} for label in LABELS[:2]}
     measured["perplexity"] = perplexity(LABELS[:2]) | {"losses": nats, "sliding": sliding}
     stats, ranking = ranked(measured)
-    assert min(stats.answer_loss("none", n).mean.low for n in stats.lengths) < 0
 
     axes = {}
     save = Figure.savefig

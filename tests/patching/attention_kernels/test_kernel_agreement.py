@@ -317,7 +317,7 @@ def test_missing_triton_is_an_error_only_on_request(monkeypatch):
         lambda: "Triton is gone",
     )
     model = make_model()
-    with pytest.raises(ValueError, match=r"triton is gone.*rope-patch\[kernels\]"):
+    with pytest.raises(ValueError, match=r"triton is gone.*'\.\[kernels\]'"):
         patch(model, "triton")
     patch(model, "auto")
     logits(model)

@@ -144,7 +144,7 @@ def test_optuna_is_loaded_late_and_left_unchanged(capfd):
 
 def test_a_missing_optuna_is_an_error_before_the_first_candidate(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ImportError, match=r"pip install 'rope-patch\[search\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[search\]'"):
         next(proposals("curve", budget=10))
 
 

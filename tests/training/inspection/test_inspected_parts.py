@@ -134,7 +134,7 @@ def test_texts_without_words_are_compared_exactly(text):
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasketch", None)
-    with pytest.raises(ValueError, match=r"datasketch is not .*pip install 'rope-patch\[train\]'"):
+    with pytest.raises(ValueError, match=r"datasketch is not .*pip install '\.\[train\]'"):
         DuplicateFinder()
 
 
