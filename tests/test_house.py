@@ -28,7 +28,7 @@ BUDGETS = {
     "inference": (1_300, 6),
     "integrations": (650, 4),
     "lab": (2_350, 8),
-    "methods": (3_050, 31),
+    "methods": (3_060, 31),
     "ops": (4_950, 24),
     "patching": (10_850, 42),
     "pictures": (1_700, 8),

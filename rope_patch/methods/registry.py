@@ -134,6 +134,10 @@ def get_method(name: str) -> type[Method]:
     return method_class
 
 
+# Of `patch` and its like, beside a method's options: what a slip may have meant, too.
+_ARGUMENTS = ("factor", "length", "trained_length", "layer_types", "kernels", "start", "anyway")
+
+
 def build(name: str, **options: Any) -> Method:
     """Build a method from its name and options.
 
@@ -145,8 +149,9 @@ def build(name: str, **options: Any) -> Method:
     option_fields = {f.name: f for f in fields(cls)}
     for key in options:
         if key not in option_fields:
+            hint = did_you_mean(key, [*option_fields, *_ARGUMENTS], 0.5)
             raise Refused(
-                f"method {name!r} has no option {key!r}{did_you_mean(key, option_fields, 0.5)}; "
+                f"method {name!r} has no option {key!r}{hint}; "
                 f"its options are: {', '.join(option_fields)}"
             )
     for key, f in option_fields.items():

@@ -187,6 +187,7 @@ def test_clipping_comes_after_the_inner_method(method, inner, model):
         ("dynamic-yarn", {"growth": "fast"}, ValueError, "growth must be one of stepped, exact"),
         ("dynamic-yarn", {"growth": None}, ValueError, "growth"),
         ("dynamic-yarn", {"beta_fst": 3}, ValueError, "did you mean 'beta_fast'"),
+        ("yarn", {"facter": 4}, ValueError, "did you mean 'factor'"),
         ("dynamic_yarn", {}, ValueError, "did you mean 'dynamic-yarn'"),
     ],
 )
