@@ -60,7 +60,7 @@ def announce_size(file: Path, dtype: Any) -> None:
     given = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     to = given if isinstance(given, torch.dtype) else torch.float32
     logger.info(
-        "%s: %s weights of %.2f GB are expanded to %.2f GB (%s)",
+        "%s: %s weights of %.3g GB are expanded to %.3g GB (%s)",
         file.name,
         largest.tensor_type.name,
         file.stat().st_size / 1e9,
