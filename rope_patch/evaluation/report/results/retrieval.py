@@ -559,7 +559,7 @@ class ComparisonStatistics(RetrievalStatistics):
         """
         if self.plain is None or not self.lengths:
             return {}
-        at = (length or self.lengths[-1],)
+        at = (self.lengths[-1] if length is None else length,)
         tests = {
             label: test
             for label in self.patched
