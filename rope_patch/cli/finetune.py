@@ -71,6 +71,10 @@ def finetune(
       rope-patch finetune --config yarn_64k --inspect-data --duplicates --picture lengths.png
       rope-patch finetune --config yarn_64k --resume auto
     """
+    from rope_patch.training.recipe_files import find_recipe
+
+    if config is not None:
+        find_recipe(config)  # a slip is answered before torch is imported
     with requires_extra("recipes need", "train"):
         from rope_patch.training import trainer as recipe
         from rope_patch.training.identity import CHANGEABLE_KEYS

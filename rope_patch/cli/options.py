@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeVar, cast, get_type_hints
 import typer
 import yaml
 
-from rope_patch.evaluation.measures.task_names import require_own_task
+from rope_patch import tasks
 from rope_patch.methods.origin import load_plugin
 from rope_patch.methods.registry import ENCODING_METHODS, get_method
 from rope_patch.transformers_api.remote_code import OPTION, remote_code
@@ -448,7 +448,7 @@ def for_typer(
         _require_methods(values.get("method"))
         if not values.get("include_path"):
             for name in split_commas(values.get("tasks") or "") if "include_path" in values else ():
-                require_own_task(name)
+                tasks.require_own(name)
         if has_target:
             values["factor"], values["length"] = split_target(values["factor"], values["length"])
         model = values.get("against", values.get("model"))

@@ -24,7 +24,6 @@ def tasks(
       lm_eval --include_path "$(rope-patch tasks --path)" --tasks rp_niah_single_2 ...
     """
     from rope_patch import tasks
-    from rope_patch.evaluation.measures.task_names import own_task_files, unknown_task
     from rope_patch.training.recipe_files import summary
 
     if path:
@@ -32,11 +31,12 @@ def tasks(
         return
     # The first sentence of each file's comment, up to its source in brackets.
     abouts = {
-        each: re.split(r" \(|(?<=\?) ", summary(file))[0] for each, file in own_task_files().items()
+        each: re.split(r" \(|(?<=\?) ", summary(file))[0]
+        for each, file in tasks.own_files().items()
     }
     if name is not None:
         if name not in abouts:
-            raise unknown_task(name, abouts)
+            raise tasks.unknown_task(name, abouts)
         print(f"{name}  {abouts[name]}")
         return
     with requires_extra("the tasks need", "eval"):

@@ -10,7 +10,6 @@ from typing import Any
 from rope_patch import tasks
 from rope_patch.entry_points import check, check_encoding
 from rope_patch.evaluation.encoding_facts import require_measurable
-from rope_patch.evaluation.measures.task_names import unknown_task
 from rope_patch.extension import Extension
 from rope_patch.methods import registered_methods
 from rope_patch.pretrained.device_map import require_device
@@ -320,7 +319,7 @@ def _check_task(name: str) -> None:
     known = _own_names()
     has_lm_eval = importlib.util.find_spec("lm_eval") is not None
     if name.startswith("rp_") or (did_you_mean(name, known, cutoff=0.7) and not has_lm_eval):
-        raise unknown_task(name, known)
+        raise tasks.unknown_task(name, known)
 
 
 def _check_options(request: EvalRequest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from rope_patch.utils.errors import Refused, did_you_mean
 from rope_patch.utils.installation import resource_folder
 from rope_patch.utils.lazy_exports import export_lazily
 
@@ -22,9 +24,12 @@ __all__ = [
     "expand",
     "groups",
     "names",
+    "own_files",
     "question_of",
     "read_config",
+    "require_own",
     "text_of",
+    "unknown_task",
 ]
 
 export_lazily(
@@ -44,6 +49,38 @@ CHOICE = "_mc"  # ends a task's name if the likeliest of several answers is chos
 def names() -> list[str]:
     """Return the names of the tasks."""
     return sorted(name for name, config in _all_configs().items() if "group" not in config)
+
+
+def own_files() -> dict[str, Path]:
+    """Return the files of this package's tasks and groups by name; opens none of them."""
+    return {path.stem: path for path in sorted(FOLDER.glob("rp_*.yaml"))}
+
+
+def require_own(name: str) -> None:
+    """Raise if a name begins as those of this package's tasks do, and is none of them.
+
+    Imports nothing that takes time, so that slips are answered at once.
+
+    Raises:
+        ValueError: There is no such task; names the closest one.
+    """
+    known = [*own_files(), "rp_short"]
+    if name.startswith("rp_") and name not in known and not name.startswith("rp_short_"):
+        raise unknown_task(name, known)
+
+
+def unknown_task(name: str, known: Iterable[str]) -> Refused:
+    """Return the error for a name that no task has.
+
+    Args:
+        name: The name.
+        known: Names of tasks, of which the closest is named.
+    """
+    return Refused(
+        f"unknown task {name!r}{did_you_mean(name, known, 0.55)}; expected one that "
+        "`rope-patch tasks` lists, perplexity, key_tokens, sliding, speed, rp_short, or a task of "
+        "lm-eval"
+    )
 
 
 def question_of(name: str) -> str:
