@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +56,17 @@ def announce_size(file: Path, dtype: Any) -> None:
     from gguf import GGUFReader
 
     tensors = GGUFReader(str(file)).tensors
-    numbers = sum(int(tensor.n_elements) for tensor in tensors)
-    largest = max(tensors, key=lambda tensor: int(tensor.n_elements))
+    numbers: Counter[str] = Counter()  # by type: a file holds its embedding and norms in others
+    for tensor in tensors:
+        numbers[tensor.tensor_type.name] += int(tensor.n_elements)
     given = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     to = given if isinstance(given, torch.dtype) else torch.float32
     logger.info(
-        "%s: %s weights of %.3g GB are expanded to %.3g GB (%s)",
+        "%s: weights, most of them %s, of %.3g GB are expanded to %.3g GB (%s)",
         file.name,
-        largest.tensor_type.name,
+        numbers.most_common(1)[0][0],
         file.stat().st_size / 1e9,
-        numbers * to.itemsize / 1e9,
+        numbers.total() * to.itemsize / 1e9,
         str(to).removeprefix("torch."),
     )
 

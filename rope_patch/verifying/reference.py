@@ -254,10 +254,10 @@ def open_subject(
             handle._restore(against)
         return
     path = demo.resolve_model_path(against) if isinstance(against, str) else against
-    gguf_file = split_gguf(path, loading.get("gguf_file"))[1]
+    source, gguf_file = split_gguf(path, loading.get("gguf_file"))
     tokenizer = None
-    if gguf_file is not None or has_tokenizer(path):
-        tokenizer = read_tokenizer(path, gguf_file=gguf_file)
+    if gguf_file is not None or has_tokenizer(source):
+        tokenizer = read_tokenizer(source, gguf_file=gguf_file)
     if extension is None and patch_to_restore(path) is None:
         yield Subject(read_model(path, **loading), None, tokenizer)
         return

@@ -35,6 +35,15 @@ def test_gguf_file(tmp_path, of_file, expected):
     assert verify(tmp_path / "tiny.gguf").verdict.explains == (expected,)
 
 
+def test_gguf_file_is_compared_with_another(tmp_path):
+    write_gguf(TINY, tmp_path / "scaled.gguf", LONGEST, scaling=YARN)
+    write_gguf(TINY, tmp_path / "plain.gguf", TRAINED)
+    scaled, plain = tmp_path / "scaled.gguf", tmp_path / "plain.gguf"
+    options = {"factor": FACTOR, "progress": False}
+    result = rope_patch.verify(scaled, against=str(plain), method="yarn", **options)
+    assert result.verdict.explains == ("as-asked",)
+
+
 def test_gguf_file_that_llama_cpp_rotates_otherwise_is_refused(tmp_path, monkeypatch):
     """llama.cpp has a graph of each architecture that transformers reads: take Llama's away."""
     write_gguf(TINY, tmp_path / "tiny.gguf", LONGEST, scaling=YARN)
