@@ -62,10 +62,10 @@ def announce_size(file: Path, dtype: Any) -> None:
     given = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     to = given if isinstance(given, torch.dtype) else torch.float32
     logger.info(
-        "%s: weights, most of them %s, of %.3g GB are expanded to %.3g GB (%s)",
+        "%s: %.3g GB of weights, most of them %s, are expanded to %.3g GB (%s)",
         file.name,
-        numbers.most_common(1)[0][0],
         file.stat().st_size / 1e9,
+        numbers.most_common(1)[0][0],
         numbers.total() * to.itemsize / 1e9,
         str(to).removeprefix("torch."),
     )
