@@ -8,6 +8,7 @@
 # make test-engines    the plugin for vLLM, exports and verdicts, in engines, in their environment
 # make test-vllm-source  what the plugin leans on, in the source of the vLLM named by VLLM
 # make test-triton     the kernels' machine code by each Triton, beside that of others' kernels
+# make gpu             what only a GPU can prove, in order of worth, for MINUTES; goes on when repeated
 # make test-oldest     what matters, on the oldest versions that pyproject.toml allows
 # make test-newest     the main groups, on the newest of everything
 # make test-transformers VERSION=5.17.0   the main groups, on any one release
@@ -22,6 +23,7 @@ NEWEST ?= .venv-newest
 RELEASE = .venv-transformers-$(VERSION)
 ENGINES ?= .venv-engines
 VLLM ?= 0.33.0
+MINUTES ?= 12
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 RIVALS ?= out/rivals
 TO ?= out/behaviour
@@ -42,7 +44,8 @@ RUNS := tests/compatibility/runs
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: demo test test-changed test-slow test-regress test-mutants behaviour test-installed \
-	test-engines test-vllm-source test-triton test-oldest test-newest test-transformers lint docs clean
+	test-engines test-vllm-source test-triton gpu test-oldest test-newest test-transformers lint \
+	docs clean
 
 # Six texts are the fewest that can decide.
 demo: $(DEMO)/weights
@@ -92,6 +95,12 @@ test-triton: $(VENV)/installed $(RIVALS)/files $(TRITONS:%=out/triton-%)
 			-p recording --record $(RUNS)/triton-$$version.json \
 			tests/machine_code/test_machine_code.py || exit; \
 	done
+
+# By the Python that has torch for the GPU: nothing is installed and nothing is downloaded.
+gpu:
+	$(PYTHON) -m rope_patch.benchmarks gpu --minutes $(MINUTES) $(if $(ONLY),--only $(ONLY)) \
+		$(if $(WEIGHTS),--model $(WEIGHTS)) \
+		$(if $(wildcard $(RIVALS)/files),--rivals $(RIVALS)/files)
 
 # Without extras first: some of them need newer versions of what the package itself needs.
 # PyPI's torch 2.6 brings 5 GB of CUDA along, so this is no part of .ci/run.

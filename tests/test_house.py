@@ -18,7 +18,7 @@ PACKAGE = ROOT / "rope_patch"
 # Room: (most lines, most files)
 BUDGETS = {
     "": (1_560, 9),
-    "benchmarks": (3_400, 14),
+    "benchmarks": (4_420, 19),
     "cli": (3_130, 24),
     "diagnosing": (3_095, 11),
     "encodings": (4_200, 19),
@@ -29,7 +29,7 @@ BUDGETS = {
     "integrations": (650, 4),
     "lab": (2_350, 8),
     "methods": (3_060, 31),
-    "ops": (4_950, 24),
+    "ops": (5_090, 25),
     "patching": (10_850, 42),
     "pictures": (1_700, 8),
     "pretrained": (3_385, 13),

@@ -7,6 +7,8 @@
   `rope-patch bench --self-test`.
 - `prefix_sharing` (`python -m rope_patch.benchmarks.prefix_sharing`) compares evaluations with
   plain lm-eval.
+- `gpu_day` runs the steps of `gpu_steps` within the minutes that a GPU is there (`make gpu`);
+  `model_shapes` and `kernels/tile_search.py` are measurements of it that no other command has.
 - `serving` (`python -m rope_patch.benchmarks.serving`) compares the plugin for vLLM with static
   YaRN.
 """

@@ -157,7 +157,7 @@ class LaunchRecorder(Launcher):
         spec: LaunchSpec = make_spec(*spec_args)
         values = (*tensors, *spec.scalars, *spec.constexprs.values())
         arguments = dict(zip(self.kernel.arg_names, values, strict=True))
-        options = {"num_warps": spec.warps, "num_stages": 1}
+        options = {"num_warps": spec.warps, "num_stages": spec.stages}
         self.launch = Launch(self.kernel, arguments, spec.grid, options)
 
 

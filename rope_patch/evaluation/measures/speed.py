@@ -276,9 +276,10 @@ class TimedMethod:
     def _is_admitted(self) -> bool:
         return self.handle is not None and self.handle.method.fixed_at_admission
 
-    def read(self, ids: torch.Tensor, length: int) -> Any:
-        """Read tokens at once into a new cache, of a sequence that will have `length` tokens."""
-        cache = DynamicCache(config=self.model.config)
+    def read(self, ids: torch.Tensor, length: int, cache: Any = None) -> Any:
+        """Read tokens into a cache, a new one if None, of a sequence of `length` tokens in all."""
+        if cache is None:
+            cache = DynamicCache(config=self.model.config)
         if self.handle is not None and self._is_admitted:
             self.handle.fix_length(length)
         self._forward(ids, 0, cache)()

@@ -47,12 +47,14 @@ class LaunchSpec:
         scalars: Arguments that are numbers.
         constexprs: What the kernel is compiled for, in the order of its parameters.
         warps: Warps of a program.
+        stages: Stages of a program's loop.
     """
 
     grid: tuple[int, int, int]
     scalars: tuple[float, ...]
     constexprs: dict[str, Any]
     warps: int = 1
+    stages: int = 1
 
 
 class Launcher:
@@ -89,6 +91,10 @@ class Launcher:
         else:  # the usual case, with as little Python as possible
             launch(index, tensors)
 
+    def forget(self) -> None:
+        """Make all launches again, because what they were made by has changed."""
+        self._launches.clear()
+
     def _launch(
         self,
         launch: Any,
@@ -103,7 +109,11 @@ class Launcher:
             return
         spec = make_spec(*spec_args)
         compiled = self.kernel[spec.grid](
-            *tensors, *spec.scalars, **spec.constexprs, num_warps=spec.warps, num_stages=1
+            *tensors,
+            *spec.scalars,
+            **spec.constexprs,
+            num_warps=spec.warps,
+            num_stages=spec.stages,
         )
         if not INTERPRETED and not address_bits & 15:
             if len(self._launches) >= _MAX_LAUNCHES:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 
+from rope_patch.ops.kernels.launch_choices import apply_choice
 from rope_patch.ops.kernels.launcher import (
     Launcher,
     LaunchSpec,
@@ -183,12 +184,16 @@ def _make_forward_spec(
         q, k, packed_freqs, sections, offset, interleaved, heads_dim, norm_all_heads
     )
     heads = (q.shape[heads_dim], k.shape[heads_dim])
-    tiles, warps = head_splits(tokens, heads, constexprs, has_norms=True)
+    default = head_splits(tokens, heads, constexprs, has_norms=True)
+    tiles, warps, stages = apply_choice(
+        "qk_norm_rope", q, tokens, heads, heads, constexprs, default
+    )
     return LaunchSpec(
         (tokens, tiles, 1),
         (eps, *_scalar_args((q, k, q_out, k_out), positions, packed_freqs, heads_dim)),
         {**constexprs, "SAVE": save, "ONE_TILE": tiles > 1},
         WARPS_ALL_HEADS if norm_all_heads else warps,
+        stages,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rope_patch.ops.kernels.launch_choices import apply_choice
 from rope_patch.ops.kernels.launcher import (
     Launcher,
     LaunchSpec,
@@ -215,7 +216,11 @@ def _make_spec(
     tokens, heads, key_heads = q.shape[3 - heads_dim], q.shape[heads_dim], keys.shape[heads_dim]
     all_heads = heads if k is None else heads + key_heads
     sizes = tile_sizes(q.shape[-1], 2 * (packed_freqs.shape[-1] - 1), all_heads)
-    tiles, warps = head_splits(q.shape[0] * tokens, (all_heads,), sizes, may_widen=True)
+    default = head_splits(q.shape[0] * tokens, (all_heads,), sizes, may_widen=True)
+    counts = (heads, 0 if k is None else key_heads)
+    tiles, warps, stages = apply_choice(
+        "rope", q, q.shape[0] * tokens, counts, (all_heads,), sizes, default
+    )
     if inplace:
         sizes["UNROTATED"] = 0  # in place, these dimensions need no copy
     scalars = [tokens, heads, key_heads]
@@ -236,6 +241,7 @@ def _make_spec(
             "ONE_TILE": tiles * sizes["HEADS"] >= all_heads,
         },
         warps,
+        stages,
     )
 
 

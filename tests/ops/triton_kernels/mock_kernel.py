@@ -18,7 +18,9 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*args, num_warps, num_stages, **constants):
             self.slow.append(
-                SimpleNamespace(grid=grid, args=args, constants=constants, warps=num_warps)
+                SimpleNamespace(
+                    grid=grid, args=args, constants=constants, warps=num_warps, stages=num_stages
+                )
             )
             return Compiled(self)
 
