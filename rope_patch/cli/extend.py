@@ -49,6 +49,7 @@ def extend(
     ),
     search: bool = option(True, "Search as well, with what the recommendation leaves of its time."),
     samples: int = option(96, "Samples of each kind, at most."),
+    engines: options.Engines = None,
     trained_length: options.TrainedLength = None,
     start: options.Start = "auto",
     anyway: options.Anyway = False,
@@ -73,6 +74,7 @@ def extend(
     \b
     Examples:
       rope-patch extend demo --to 2x --budget 1h --out out/smollm2-16k
+      rope-patch extend ./my-model --to 32k --budget 8h --for vllm,llama.cpp
       rope-patch extend ./my-model --to 32k --budget 8h --train --data ./long-documents
     """
     with study("extending needs", "all"):
@@ -90,6 +92,7 @@ def extend(
             texts=text or (),
             search=search,
             samples=samples,
+            engines=options.split_commas(",".join(engines or ())),
             trained_length=trained_length,
             start=start,
             anyway=anyway,

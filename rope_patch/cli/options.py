@@ -125,6 +125,16 @@ Plugin = Annotated[
         help="A Python file, or a module, that registers methods of your own; several.",
     ),
 ]
+Engines = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--for",
+        metavar="ENGINE",
+        help="Where it will run: transformers, vllm, sglang, llama.cpp, mlx or another engine of "
+        "`export`; several, or by commas. Only methods that all of them run without this package "
+        "may be chosen. Left out: any.",
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto is float32 on a CPU.")]
 DeviceMap = Annotated[
     str | None, typer.Option(help="As in transformers; auto where there is a GPU.")

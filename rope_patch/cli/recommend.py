@@ -36,6 +36,7 @@ def recommend(
     ),
     most: int = option(96, "Samples of each kind, at most."),
     search: bool = option(True, "Search as well, with what is left of the time."),
+    engines: options.Engines = None,
     out: options.StateFolder = Path("out/recommend"),
     layers: options.LayerOptions,
     loading: options.LoadingOptions,
@@ -54,6 +55,7 @@ def recommend(
     Examples:
       rope-patch recommend demo --length 16384 --minutes 60
       rope-patch recommend ./my-model --length 32768 --minutes 20 --no-search
+      rope-patch recommend ./my-model --length 32768 --minutes 60 --for vllm,llama.cpp
     """
     with study("recommending needs", "search"):
         from rope_patch.recommending import recommend
@@ -68,6 +70,7 @@ def recommend(
             short_length=short_length,
             most=most,
             search=search,
+            engines=options.split_commas(",".join(engines or ())),
             seed=seed,
             folder=out,
             command=command_line(),

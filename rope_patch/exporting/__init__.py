@@ -6,15 +6,23 @@ add engines: a module or an object with `NAME` and `export(target)`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from rope_patch.exporting import axolotl
 from rope_patch.exporting.encoding import export_encoding
-from rope_patch.exporting.engines import ENGINES, TRAINERS, require_engine, run_exporter
+from rope_patch.exporting.engines import (
+    ENGINES,
+    TRAINERS,
+    require_engine,
+    run_exporter,
+    serving_engines,
+)
 from rope_patch.exporting.folder import write_folder
 from rope_patch.exporting.gguf_file import PatchedFile, patch_gguf
 from rope_patch.exporting.target import Export, Target
+from rope_patch.utils.errors import Refused
 
 __all__ = [
     "ENGINES",
@@ -22,9 +30,11 @@ __all__ = [
     "Export",
     "PatchedFile",
     "Target",
+    "engine_refusals",
     "export",
     "patch_gguf",
     "require_engine",
+    "serving_engines",
     "write_folder",
 ]
 
@@ -57,3 +67,23 @@ def export(model_or_config: Any, engine: str) -> Export:
         target.require_no_position_map(engine)
     result = run_exporter(engine, target)
     return replace(result, notes=[*target.unchanged_notes(), *result.notes, *target.yarn_notes()])
+
+
+def engine_refusals(model: Any, engines: Sequence[str] = ENGINES) -> dict[str, str]:
+    """Return why engines cannot run a model as it rotates here, without this package.
+
+    Args:
+        model: See `export`.
+        engines: The engines to ask.
+
+    Returns:
+        The reason by engine; engines that can run it have none.
+    """
+    refusals = {}
+    for engine in engines:
+        try:
+            if export(model, engine).needs_plugin:
+                refusals[engine] = f"{engine} needs rope_patch's plugin for it"
+        except Refused as error:
+            refusals[engine] = str(error)
+    return refusals

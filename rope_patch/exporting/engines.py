@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rope_patch.exporting import axolotl, llama_cpp, llama_factory, mlx, sglang, transformers, vllm
@@ -36,6 +36,25 @@ def require_engine(engine: str) -> None:
     names = [*_EXPORTERS, *_GROUP.names()]
     hint = did_you_mean(engine, names, cutoff=0.5)
     raise Refused(f"unknown engine {engine!r}{hint}: expected {', '.join(names)}")
+
+
+def serving_engines(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the engines that a request names, each once.
+
+    Args:
+        names: Engines that serve models; a text has them by commas.
+
+    Raises:
+        ValueError: A name is unknown, or a trainer's.
+    """
+    words = names.split(",") if isinstance(names, str) else names
+    engines = tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
+    for engine in engines:
+        require_engine(engine)
+        if engine in TRAINERS:
+            expected = ", ".join([*ENGINES, *_GROUP.names()])
+            raise Refused(f"{engine} trains models, and serves none: expected {expected}")
+    return engines
 
 
 def run_exporter(engine: str, target: Target) -> Export:

@@ -23,6 +23,7 @@ def extend(
     texts: Sequence[str] = (),
     search: bool = True,
     samples: int = 96,
+    engines: str | Sequence[str] = (),
     trained_length: int | str | None = None,
     start: str = "auto",
     anyway: bool = False,
@@ -47,6 +48,8 @@ def extend(
         texts: What questions and documents are made of; the package's novels if empty.
         search: Whether the recommendation searches, too.
         samples: Samples of each kind at most.
+        engines: Names as in `rope_patch.export`, such as `("vllm", "llama.cpp")`: what is published
+            runs in all of them without this package. Any method may be published if empty.
         trained_length: Tokens of pretraining, if the config gives another number.
         start: Where the config scales already: see `rope_patch.patch`.
         anyway: See `rope_patch.patch`.
@@ -65,6 +68,7 @@ def extend(
         OSError: A file could not be written, with how to go on.
     """
     # The steps import packages that a plain installation lacks, such as those for statistics.
+    from rope_patch.exporting import serving_engines
     from rope_patch.extending import pipeline
 
     request = ExtendRequest(
@@ -78,6 +82,7 @@ def extend(
         texts=tuple(texts),
         search=search,
         samples=samples,
+        engines=serving_engines(engines),
         trained_length=parse_tokens("trained_length", trained_length),
         start=start,
         anyway=anyway,

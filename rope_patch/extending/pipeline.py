@@ -109,6 +109,12 @@ def _check(request: ExtendRequest) -> tuple[int, int]:
     length = target_length(request.to, trained)
     require_near(length, trained, request.anyway)
     fine_tuning.require_recipe(request)
+    if request.engines:
+        publication.require_servable_method(request, length)
+    if request.engines and (method := request.recipe.get("method")):
+        candidate = Candidate(method)
+        if reasons := publication.serving_refusals(request, candidate, length):
+            raise Refused(f"recipe: {method} cannot be published for {'; '.join(reasons.values())}")
     return trained, length
 
 
@@ -138,6 +144,8 @@ class _Extension:
         self._step(DIAGNOSE, self._diagnose)
         recommendation = self._step(RECOMMEND, self._recommend)["recommendation"]
         self._leave_out(recommendation["not_measured"])
+        if elsewhere := recommendation.get("elsewhere"):  # runs of earlier releases have none
+            self._leave_out([elsewhere])
         outcome, method = recommendation["outcome"], recommendation["method"]
         nothing_to_gain = outcome == "cannot answer" or (outcome == "use" and method == "plain")
         if nothing_to_gain or (outcome != "use" and not self.request.train):
@@ -225,6 +233,7 @@ class _Extension:
                 trained_length=request.trained_length,
                 start=request.start,
                 anyway=request.anyway,
+                engines=request.engines,
                 seed=request.seed,
                 folder=self.work.path / RECOMMEND,
                 dtype=request.dtype,
@@ -248,7 +257,10 @@ class _Extension:
         }
 
     def _train(self, recommendation: dict[str, Any], seconds: float) -> dict[str, Any]:
-        candidate = trained_candidate(recommendation)
+        candidate = trained_candidate(
+            recommendation,
+            lambda each: not publication.serving_refusals(self.request, each, self.length),
+        )
         if candidate is None and "method" not in self.request.recipe:
             return _left_out("training: no method with one set of frequencies was measured")
         candidate = candidate or Candidate(self.request.recipe["method"])
@@ -303,8 +315,11 @@ class _Extension:
                 f"the weights of {self.request.model} changed since the recommendation: expected "
                 f"{recommendation['weights']}, got {results['run']['weights']}; give another --out"
             )
-        decision = proof.decide(results, self.length, tuned_label)
         methods = [method["label"] for method in results["methods"]]
+        # The plain model's label is the first one.
+        named = zip(methods[1:], compared_candidates(recommendation), strict=False)
+        unserved = [label for label, candidate in named if candidate.runs_nowhere]
+        decision = proof.decide(results, self.length, tuned_label, unserved)
         sentence = " ".join(decision.sentences)
         if decision.label is None:
             sentence = (
@@ -385,6 +400,8 @@ class _Extension:
             self._leave_out([f"the budget was overrun by {format_duration(over)}"])
         self.page.finish(sentence)
         out = self.request.out
+        folder = out / publication.MODEL if outcome == PUBLISHED else None
+        engines = self.request.engines if folder is not None else ()
         return Extended(
             outcome=outcome,
             sentence=sentence,
@@ -392,11 +409,15 @@ class _Extension:
             trained_length=self.trained,
             length=self.length,
             method=method,
-            folder=out / publication.MODEL if outcome == PUBLISHED else None,
+            folder=folder,
             report=self.work.path / publication.REPORT / "report.html" if compared else None,
             page=self.page.path,
             left_out=tuple(self.left_out),
             seconds=self.clock.spent(),
+            exports={
+                engine: out / publication.MODEL / publication.EXPORTS / f"{engine}.json"
+                for engine in engines
+            },
         )
 
 

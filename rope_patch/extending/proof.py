@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -190,17 +191,20 @@ def measure(
     return results
 
 
-def decide(results: RunRecord, length: int, tuned_label: str | None) -> Decision:
+def decide(
+    results: RunRecord, length: int, tuned_label: str | None, unserved: Collection[str] = ()
+) -> Decision:
     """Decide what to publish.
 
-    The first candidate that is shown to make right answers likelier than the plain model does. The
-    trained model only if it is shown to be better than that, because a rotation alone leaves the
-    weights as they were.
+    The first candidate that is shown to make right answers likelier than the plain model does; one
+    that no engine runs only if no other one is shown to. The trained model only if it is shown to
+    be better than that, because a rotation alone leaves the weights as they were.
 
     Args:
         results: All methods on the same questions.
         length: The target in tokens.
         tuned_label: The label of the trained model, if there is one.
+        unserved: Labels of methods that no engine runs without this package.
     """
     stats = RunStatistics(results)
     verdicts = stats.verdicts_on_plain(length)
@@ -214,7 +218,14 @@ def decide(results: RunRecord, length: int, tuned_label: str | None) -> Decision
             if not stats.reads_answers(label, length)
         ]
     helping = [label for label in labels if is_shown_to_help(stats, label, length)]
-    chosen = next(iter([*(x for x in helping if x != tuned_label), *helping]), None)
+    rotations = [label for label in helping if label != tuned_label]
+    served = [label for label in rotations if label not in unserved]
+    chosen = next(iter([*served, *rotations, *helping]), None)
+    if chosen is not None and rotations and chosen != rotations[0]:
+        sentences.append(
+            f"No engine runs {rotations[0]} without rope_patch, so {chosen} is published; "
+            "rope-patch patch writes the other."
+        )
     if chosen is not None and tuned_label in helping and chosen != tuned_label:
         assert tuned_label is not None
         test = stats.loss_difference(tuned_label, chosen, length)
@@ -279,17 +290,20 @@ class Candidate:
     Attributes:
         method: The registered name.
         options: The method's options.
+        runs_nowhere: Whether no engine has a form for it without this package.
     """
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
+    runs_nowhere: bool = False
 
 
 def compared_candidates(recommendation: dict[str, Any]) -> list[Candidate]:
     """Return the methods to compare with the plain model, the preferred one first.
 
     The recommended one, else the best at the length. If not all engines run it, the best of those
-    that all of them run is second, as what people would serve instead.
+    that all of them run is second, as what people would serve instead; unless engines are required,
+    which run the first.
 
     Args:
         recommendation: As `Recommendation.to_dict` returns it.
@@ -300,13 +314,18 @@ def compared_candidates(recommendation: dict[str, Any]) -> list[Candidate]:
     if first is None:
         return []
     rows = [first]
-    if not first["everywhere"]:
+    if not first["everywhere"] and not recommendation.get("engines"):
         rows += [row for row in measured if row["everywhere"]][:1]
     by_method = {row["method"]: row for row in reversed(rows)}  # labels are by method
-    return [Candidate(row["method"], row["options"]) for row in reversed(by_method.values())]
+    return [
+        Candidate(row["method"], row["options"], runs_nowhere=not row["engines"])
+        for row in reversed(by_method.values())
+    ]
 
 
-def trained_candidate(recommendation: dict[str, Any]) -> Candidate | None:
+def trained_candidate(
+    recommendation: dict[str, Any], is_servable: Callable[[Candidate], bool] = lambda _: True
+) -> Candidate | None:
     """Return the method to fine-tune: the best at the length of those with one set of frequencies.
 
     Training needs one rotation for long rows, so position maps and what follows the length are left
@@ -315,14 +334,15 @@ def trained_candidate(recommendation: dict[str, Any]) -> Candidate | None:
 
     Args:
         recommendation: As `Recommendation.to_dict` returns it.
+        is_servable: Whether the engines that the request names run a candidate.
     """
     for row in _measured_rows(recommendation):
         method = get_method(row["method"])
         if issubclass(method, PositionMap) or method.is_dynamic or row["leaves_short"]:
             continue
-        mixed = f"mixed-{row['method']}"
-        if mixed in registered_methods() and not row["options"]:
-            return Candidate(mixed)
+        mixed = Candidate(f"mixed-{row['method']}")
+        if mixed.method in registered_methods() and not row["options"] and is_servable(mixed):
+            return mixed
         return Candidate(row["method"], row["options"])
     return None
 

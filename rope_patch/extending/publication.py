@@ -5,19 +5,24 @@ from __future__ import annotations
 import shlex
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rope_patch.entry_points import patch
 from rope_patch.evaluation.report.table import markdown_text
-from rope_patch.exporting import ENGINES, export
+from rope_patch.exporting import ENGINES, engine_refusals, export
 from rope_patch.extending.proof import Candidate
 from rope_patch.extending.request import ExtendRequest
+from rope_patch.extension import Extension
+from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config, read_original_config
 from rope_patch.pretrained.model_card import card_header, card_title, loading_snippet, made_by
 from rope_patch.pretrained.patched_checkpoint import patch_checkpoint
 from rope_patch.pretrained.sidecar import extension_from_sidecar, read_sidecar
+from rope_patch.recommending.variants import Variant, export_refusals, require_servable
+from rope_patch.searching.fitness import make_space
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import (
     Refused,
@@ -71,7 +76,7 @@ def publish(
                 anyway=request.anyway,
                 **candidate.options,
             )
-        write_exports(staging)
+        write_exports(staging, request.engines)
         shutil.copytree(report, staging / REPORT, ignore=shutil.ignore_patterns("cache", ".lock"))
         atomic_files.atomic_write(staging / "README.md", render_card(staging, facts))
         shutil.rmtree(target, ignore_errors=True)  # a run that was killed after the move left it
@@ -79,20 +84,71 @@ def publish(
     return target
 
 
-def write_exports(folder: Path) -> None:
+def require_servable_method(request: ExtendRequest, length: int) -> None:
+    """Raise unless one of the methods to measure runs in the engines that a request names.
+
+    Args:
+        request: The extension.
+        length: The target in tokens.
+
+    Raises:
+        ValueError: Names the engines and the reason.
+    """
+    model, extension = _empty_model(request), _extension(request, length)
+    require_servable(model, make_space(model, extension), extension, request.engines)
+
+
+def serving_refusals(request: ExtendRequest, candidate: Candidate, length: int) -> dict[str, str]:
+    """Return why engines that a request names cannot run a candidate, by engine.
+
+    Args:
+        request: The extension.
+        candidate: The method.
+        length: The target in tokens.
+    """
+    variant = Variant(candidate.method, candidate.method, candidate.options)
+    extension = _extension(request, length)
+    return export_refusals(_empty_model(request), variant, extension, request.engines)
+
+
+def _extension(request: ExtendRequest, length: int) -> Extension:
+    """Return the extension that a request asks for, whatever the method."""
+    return Extension(
+        "longrope",
+        length=length,
+        trained_length=request.trained_length,
+        start=request.start,
+        anyway=request.anyway,
+    )
+
+
+def _empty_model(request: ExtendRequest) -> Any:
+    """Return a request's model without weights, as it is before the extension."""
+    path = demo.resolve_model_path(request.model)
+    config = read_original_config(path, request.start, request.trained_length)
+    return empty_model(path, config)
+
+
+def write_exports(folder: Path, engines: Sequence[str] = ()) -> None:
     """Write what each engine is given for a model: a file an engine, and a page of all lines.
 
     Args:
         folder: The model's folder.
+        engines: Engines that must run it without this package; they come first on the page.
+
+    Raises:
+        ValueError: One of them cannot; says why.
     """
     model = _rotating_model(folder)
+    if refusals := engine_refusals(model, engines):
+        raise Refused(f"nothing is published: {'; '.join(refusals.values())}")
     lines = [
         "# Engines",
         "",
         "What makes an engine rotate as this model does. These lines were written from what "
         "engines read, and were not run.",
     ]
-    for engine in ENGINES:
+    for engine in dict.fromkeys([*engines, *ENGINES]):
         lines += ["", f"## {engine}", ""]
         try:
             result = export(model, engine)

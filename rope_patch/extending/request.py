@@ -37,6 +37,7 @@ class ExtendRequest:
         texts: What questions and documents are made of; the package's novels if empty.
         search: Whether the recommendation searches, too.
         samples: Samples of each kind at most.
+        engines: Engines that run what is published without this package; any method if empty.
         trained_length: Tokens of pretraining, if the config gives another number.
         start: Where the config scales already: see `patch`.
         anyway: See `patch`.
@@ -57,6 +58,7 @@ class ExtendRequest:
     texts: tuple[str, ...] = ()
     search: bool = True
     samples: int = 96
+    engines: tuple[str, ...] = ()
     trained_length: int | None = None
     start: str = "auto"
     anyway: bool = False
@@ -80,8 +82,9 @@ class ExtendRequest:
             for each in fields(self)
             if each.name not in _NOT_COMPARED
         }
-        if not self.trust_remote_code:  # so that runs of earlier releases go on
-            del values["trust_remote_code"]
+        for name in ("trust_remote_code", "engines"):  # so that runs of earlier releases go on
+            if not values[name]:
+                del values[name]
         path = Path(demo.resolve_model_path(self.model))
         values["model"] = self.model if not path.is_dir() else str(path.resolve())
         values["checkpoint"] = _checkpoint_digest(path)
@@ -167,6 +170,7 @@ class Extended:
         report: The page of the evidence; None if it did not come to a comparison.
         page: The page of the steps.
         left_out: What was left out or not measured, and why.
+        exports: By engine that the request names, the file with what it is given.
         seconds: Wall time of all steps, with runs that were killed.
     """
 
@@ -181,18 +185,21 @@ class Extended:
     page: Path
     left_out: tuple[str, ...]
     seconds: float
+    exports: dict[str, Path] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON data."""
-        return {
+        data = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(self).items()
         }
+        return {**data, "exports": {name: str(path) for name, path in self.exports.items()}}
 
     def __str__(self) -> str:
         lines = [self.sentence, *(f"- {each}" for each in self.left_out), ""]
         if self.folder is not None:
             lines.append(f"to publish: {self.folder}")
+        lines += [f"for {engine + ':':<8}{path}" for engine, path in self.exports.items()]
         if self.report is not None:
             lines.append(f"evidence:   {self.report}")
         return "\n".join([*lines, f"steps:      {self.page}"])

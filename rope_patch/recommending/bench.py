@@ -5,6 +5,7 @@ A measurement is stored in the run's journal and counts against the budget once.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -180,6 +181,7 @@ def _block_key(rotation: VariantRotation, kind: str, number: int) -> str:
 
 
 FIRST_STRATEGY, SECOND_STRATEGY = "yarn-rcd", "curve"
+_MAX_REFUSED = 10  # candidates that engines refuse one after another, before a strategy is left
 MAX_CANDIDATES = 200  # candidates of a strategy; time ends most searches before
 _PLAN_KEY = "plan/search"
 
@@ -220,6 +222,7 @@ def search_within(
     seed: int,
     plan: BudgetPlan,
     reserve: float,
+    is_servable: Callable[[str, Candidate], bool] | None = None,
 ) -> tuple[TimedResult | None, str]:
     """Search for the planned time, resuming where an earlier run ended.
 
@@ -232,6 +235,7 @@ def search_within(
         seed: The strategies' seed.
         plan: The time and the blocks of the search.
         reserve: Seconds that must be left.
+        is_servable: Whether the required engines run a strategy's candidate; None if all may come.
 
     Returns:
         The result or None, and the reason if there is none.
@@ -248,7 +252,7 @@ def search_within(
     )
     proposed_by: list[str] = []
     proposals = _stop_at(
-        _strategy_sequence(fitness.space, seed, proposed_by),
+        _strategy_sequence(fitness.space, seed, proposed_by, is_servable),
         clock,
         _stored_count(journal),
         deadline,
@@ -272,14 +276,26 @@ def _stored_count(journal: SearchJournal) -> int:
     return number
 
 
-def _strategy_sequence(space: SearchSpace, seed: int, proposed_by: list[str]) -> Proposals:
+def _strategy_sequence(
+    space: SearchSpace,
+    seed: int,
+    proposed_by: list[str],
+    is_servable: Callable[[str, Candidate], bool] | None,
+) -> Proposals:
     """Propose by one strategy after the other, and append the name of each proposal's strategy."""
     for name in (FIRST_STRATEGY, SECOND_STRATEGY) if find_spec("optuna") else (FIRST_STRATEGY,):
         proposals = STRATEGIES[name].propose(space, MAX_CANDIDATES, seed)
         candidate = next(proposals, None)
-        while candidate is not None:
-            proposed_by.append(name)
-            fitness = yield candidate
+        refused_in_a_row = 0
+        # An engine that takes none of the first ones takes no form of this strategy.
+        while candidate is not None and refused_in_a_row < _MAX_REFUSED:
+            if is_servable is None or is_servable(name, candidate):
+                refused_in_a_row = 0
+                proposed_by.append(name)
+                fitness = yield candidate
+            else:
+                refused_in_a_row += 1
+                fitness = math.inf
             candidate = next_candidate(proposals, fitness)
 
 

@@ -204,7 +204,7 @@ def plan_budget(
         next_blocks = next_block_count(seconds_left, costs, alive, blocks_done, max_blocks)
         if next_blocks <= blocks_done:
             break
-        seconds_left -= (next_blocks - blocks_done) * (alive * costs.both + costs.short)
+        seconds_left -= (next_blocks - blocks_done) * (alive + 1) * costs.both
         blocks_done = next_blocks
     if evaluations and blocks_done == max_blocks:  # no more samples: the search gets the rest
         seconds += seconds_left
@@ -222,6 +222,8 @@ def next_block_count(
 ) -> int:
     """Return the number of blocks after the next round: twice as many, or as many as fit.
 
+    The plain model is measured in each round, dropped or not: the verdict is against it.
+
     Args:
         seconds_left: Seconds left.
         costs: The costs of a block.
@@ -229,5 +231,5 @@ def next_block_count(
         blocks_done: Blocks that all of them have been measured on.
         max_blocks: Blocks of samples.
     """
-    fits = int(seconds_left / (alive * costs.both + costs.short)) if seconds_left > 0 else 0
+    fits = int(seconds_left / ((alive + 1) * costs.both)) if seconds_left > 0 else 0
     return min(2 * blocks_done, max_blocks, blocks_done + fits)

@@ -22,11 +22,15 @@ from rope_patch.statistics import (
     SIGNIFICANCE_LEVEL,
     USABLE_SHARE,
     Interval,
+    MeanTest,
+    Outcome,
     PairedTest,
     UsableLength,
+    Verdict,
     accuracy,
     bootstrap_mean,
     clopper_pearson,
+    family_verdicts,
     grown,
     mean_test,
     name_texts_needed,
@@ -84,6 +88,8 @@ class Choice:
         information_gain: Of the best, the nats by which a true answer is likelier than one that
             the text does not have; None if it was not measured.
         reasons: The steps of the decision, a sentence each.
+        on_plain: By name, what is shown of each measured method beside the plain model at the
+            target length, as in the report of `compare`.
     """
 
     name: str | None
@@ -95,6 +101,7 @@ class Choice:
     retained_share: Interval | None = None
     information_gain: Interval | None = None
     reasons: tuple[str, ...] = ()
+    on_plain: dict[str, Verdict] = field(default_factory=dict)
 
 
 def lowest_loss(variants: Sequence[MeasuredVariant]) -> MeasuredVariant:
@@ -314,12 +321,17 @@ class ScoreDifference:
     """The differences between two methods on the same samples, with 95% intervals.
 
     Attributes:
-        nll: Nats by which the first is worse; without bounds below six texts.
+        test: Nats by which the first is worse, tested over texts.
         answers: Share of answers by which the first is better; None if there are no answers.
     """
 
-    nll: Interval
+    test: MeanTest
     answers: PairedTest | None
+
+    @property
+    def nll(self) -> Interval:
+        """Return the nats by which the first is worse; without bounds below six texts."""
+        return self.test.mean
 
     @property
     def hits(self) -> Interval | None:
@@ -336,7 +348,8 @@ class ScoreDifference:
             and answers.losses > answers.wins
         ):
             return True
-        return self.nll.low > 0 and self.nll.estimate > NEGLIGIBLE
+        is_shown = Verdict(self.test, self.test.p_value).outcome is Outcome.WORSE
+        return is_shown and self.nll.estimate > NEGLIGIBLE
 
 
 def score_difference(first: Scores, second: Scores) -> ScoreDifference:
@@ -344,11 +357,11 @@ def score_difference(first: Scores, second: Scores) -> ScoreDifference:
     count = min(len(first), len(second))
     first, second = first.first(count), second.first(count)
     differences = [a - b for a, b in zip(first.nll, second.nll, strict=True)]
-    nll = mean_test(differences, first.groups).mean
+    test = mean_test(differences, first.groups)
     hits, groups = first.flat_hits()
     if not hits:
-        return ScoreDifference(nll, None)
-    return ScoreDifference(nll, paired_difference(hits, second.flat_hits()[0], groups))
+        return ScoreDifference(test, None)
+    return ScoreDifference(test, paired_difference(hits, second.flat_hits()[0], groups))
 
 
 def gain_over_control(plain: Scores, control: Scores) -> Interval:
@@ -393,6 +406,7 @@ class VariantScores:
         short: Scores of answers within the trained length; None if not measured.
         prose: Scores of documents within the trained length; None if not measured.
         status: "" if the variant may be chosen, else why it is out.
+        is_servable: Whether it runs in all engines that the request names.
     """
 
     variant: Variant
@@ -401,6 +415,7 @@ class VariantScores:
     short: Scores | None = None
     prose: Scores | None = None
     status: str = ""
+    is_servable: bool = True
 
 
 def usable_length_of(
@@ -460,6 +475,28 @@ def to_measured_variant(row: VariantScores, plain_engines: Sequence[str]) -> Mea
         option_count=row.variant.option_count,
         dynamic=row.variant.dynamic,
     )
+
+
+def verdicts_on_plain(rows: Sequence[VariantScores], plain: Scores) -> dict[str, Verdict]:
+    """Return what is shown of each measured method beside the plain model at the target length.
+
+    The family is all rotations that were measured there: the chosen one was chosen among them.
+
+    Args:
+        rows: The scores of all variants.
+        plain: The plain model's scores at the target length.
+    """
+    measured = {
+        row.variant.name: row for row in rows if row.variant.method and row.long is not None
+    }
+    keys = {name: row.variant.long_rotation.key for name, row in measured.items()}
+    tests = {
+        keys[name]: score_difference(row.long, plain).test
+        for name, row in measured.items()
+        if row.long is not None
+    }
+    verdicts = family_verdicts(tests)
+    return {name: verdicts[key] for name, key in keys.items()}
 
 
 def held_out_table(rows: Mapping[str, VariantScores]) -> dict[str, Any]:

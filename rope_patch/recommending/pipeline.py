@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_patch.exporting import serving_engines
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample, needles_refusal, read_samples
 from rope_patch.patching import current
 from rope_patch.recommending import sample_sets
 from rope_patch.recommending.budget import TimeBudget
 from rope_patch.recommending.sample_sets import BLOCK_SIZE, SampleBlocks
+from rope_patch.recommending.variants import require_servable
 from rope_patch.searching.fitness import make_space
 from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.model import dependency_versions, eval_mode, open_model, run_identity
@@ -46,6 +48,7 @@ def recommend(
     short_length: int | str | None = None,
     most: int = MAX_SAMPLES,
     search: bool = True,
+    engines: str | Sequence[str] = (),
     trained_length: int | str | None = None,
     layer_types: list[str] | None = None,
     start: str = "auto",
@@ -81,6 +84,8 @@ def recommend(
             unless given, or all of it if needles need more than half.
         most: Samples of each kind at most.
         search: Whether to search as well, with the budget that the known methods leave.
+        engines: Names as in `rope_patch.export`, such as `("vllm", "llama.cpp")`: only methods that
+            all of them run without this package are measured and recommended. Any may be if empty.
         trained_length: See `rope_patch.patch`.
         layer_types: See `rope_patch.patch`; one of them.
         start: See `rope_patch.patch`.
@@ -111,6 +116,7 @@ def recommend(
     from rope_patch.recommending.successive_halving import SuccessiveHalving
 
     _validate_request(budget, most)
+    engines = serving_engines(engines)
     if folder is not None:
         atomic_files.require_writable_folder(folder, "the recommendation")
     processes = Processes()
@@ -127,6 +133,8 @@ def recommend(
     )
     _require_unpatched(source.skeleton)
     space = make_space(source.skeleton, extension)
+    if engines:
+        require_servable(source.skeleton, space, extension, engines)
     trained = space.geometry.trained_length
     short = _choose_short_length(
         parse_tokens("short_length", short_length),
@@ -146,6 +154,8 @@ def recommend(
         "block": BLOCK_SIZE,
         **sample_blocks.identity,
         "versions": dependency_versions(),
+        # Runs of earlier releases, which knew no engines, go on.
+        **({"engines": list(engines)} if engines else {}),
     }
     facts = RunFacts(
         model=source.name,
@@ -156,6 +166,7 @@ def recommend(
         versions=identity["versions"],
         command=shlex.join(sys.argv) if command is None else command,
         folder=folder,
+        engines=engines,
     )
     with eval_mode(live), SearchJournal(folder, identity, processes) as journal:
         journal.lock()
@@ -164,7 +175,9 @@ def recommend(
         scorer = BlockScorer(
             live, space, sample_blocks.by_kind, extension, journal, clock, processes, earlier
         )
-        halving = SuccessiveHalving(live, space, extension, scorer, clock, journal, seed, search)
+        halving = SuccessiveHalving(
+            live, space, extension, scorer, clock, journal, seed, search, engines
+        )
         halving.not_measured += sample_blocks.not_measured
         with contextlib.closing(clock):
             choice = halving.run()

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rope_patch.evaluation.report.conclusions import verdict_text
 from rope_patch.recommending.decision_rule import (
     NATS,
     Choice,
@@ -24,7 +25,7 @@ from rope_patch.recommending.successive_halving import SuccessiveHalving
 from rope_patch.recommending.variants import PLAIN, export_command, patch_call
 from rope_patch.searching.model import plain_config
 from rope_patch.searching.search_result import SearchResult
-from rope_patch.statistics import USABLE_SHARE, Interval, UsableLength
+from rope_patch.statistics import USABLE_SHARE, Interval, Outcome, UsableLength, Verdict
 from rope_patch.utils import atomic_files
 from rope_patch.utils.checksums import json_safe
 from rope_patch.utils.errors import (
@@ -59,17 +60,21 @@ class Recommendation:
         verdict: The outcome in a sentence or two.
         reasons: The steps of the decision.
         python: The line that applies the method; empty if there is none.
-        shell: The export command for another engine; empty if there is none.
+        shell: The export command for another engine, or a line for each of `engines`; empty if
+            there is none.
         rows: A row for each method: `name`, `method`, `options`, `status`, `engines`; `long`,
             `short` and `prose` with `nll`, `accuracy`, their intervals and `samples`; `behind` (the
-            best at the length) and `price` and `prose_price` (against the plain model); `usable`,
-            the fields of its `rope_patch.statistics.UsableLength`, or None.
+            best at the length), `on_plain` (the `outcome` beside the plain model there), `price`
+            and `prose_price` (against the plain model); `usable`, the fields of its
+            `rope_patch.statistics.UsableLength`, or None.
         samples: Samples at the target length that the last methods were compared on.
         scored: Samples scored in all, without the search's.
         not_measured: What was not measured, and why.
         seed: Seed of samples and search.
         versions: Versions of the packages that the result depends on.
         command: The command line, to run it again.
+        engines: The engines that the method had to run in; none if empty.
+        elsewhere: Which methods were left out because those engines cannot run them, in a line.
         found: The search's result, if any.
     """
 
@@ -93,6 +98,8 @@ class Recommendation:
     seed: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     command: str = ""
+    engines: tuple[str, ...] = ()
+    elsewhere: str = ""
     found: SearchResult | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,6 +147,7 @@ class RunFacts:
     versions: dict[str, str]
     command: str
     folder: str | os.PathLike[str] | None
+    engines: tuple[str, ...] = ()
 
 
 def make_recommendation(
@@ -152,12 +160,16 @@ def make_recommendation(
     if facts.short_length is not None:
         lengths["short"] = facts.short_length
     rows = result_rows(list(halving.rows.values()), choice, lengths)
+    shown = _shown_text(choice, halving)
     python = shell = ""
     if choice.name is not None:
         row = halving.rows[choice.name]
         search_folder = None if facts.folder is None else str(Path(facts.folder) / SEARCH_FOLDER)
         python = patch_call(row.variant, halving.extension, search_folder)
-        shell = export_command(row.variant, halving.extension, facts.model, row.engines)
+        places: list[tuple[str, ...]] = [(engine,) for engine in facts.engines] or [row.engines]
+        shell = "\n".join(
+            export_command(row.variant, halving.extension, facts.model, each) for each in places
+        ).strip()
     return Recommendation(
         model=facts.model,
         weights=facts.weights,
@@ -168,8 +180,8 @@ def make_recommendation(
         seconds=halving.clock.spent(),
         method=choice.name,
         outcome=choice.verdict,
-        verdict=verdict_sentence(choice, rows, space.length, trained),
-        reasons=choice.reasons,
+        verdict=verdict_sentence(choice, rows, space.length, trained, shown),
+        reasons=(*choice.reasons, *[shown] * bool(shown)),
         python=python,
         shell=shell,
         rows=rows,
@@ -179,6 +191,8 @@ def make_recommendation(
         seed=facts.seed,
         versions=facts.versions,
         command=facts.command,
+        engines=facts.engines,
+        elsewhere=halving.elsewhere(choice),
         found=_search_result(facts, halving),
     )
 
@@ -227,6 +241,7 @@ def result_rows(
                 "long": _scores_to_dict(row.long),
                 "short": _scores_to_dict(row.short),
                 "prose": _scores_to_dict(row.prose),
+                "on_plain": _verdict_to_dict(choice.on_plain.get(name)),
                 "behind": None if best is None else _difference_to_dict(row.long, best.long),
                 "price": _difference_to_dict(row.short, plain.short),
                 "prose_price": _difference_to_dict(row.prose, plain.prose),
@@ -264,6 +279,13 @@ def _scores_to_dict(scores: Scores | None) -> dict[str, Any] | None:
     }
 
 
+def _verdict_to_dict(verdict: Verdict | None) -> dict[str, Any] | None:
+    if verdict is None:
+        return None
+    difference = interval_to_list(verdict.test.mean)
+    return {"outcome": verdict.outcome.value, "nll": difference, "p_value": verdict.p_value}
+
+
 def _difference_to_dict(scores: Scores | None, other: Scores | None) -> dict[str, Any] | None:
     """Return the differences on the samples that both scores cover."""
     if scores is None or other is None:
@@ -286,8 +308,23 @@ _NOTES = (
 )
 
 
+def _shown_text(choice: Choice, halving: SuccessiveHalving) -> str:
+    """Return compare's sentence on the recommended method beside the plain model; "" if none."""
+    verdict = choice.on_plain.get(choice.name or "")
+    if verdict is None:
+        return ""
+    row, plain = halving.rows[str(choice.name)], halving.rows[PLAIN]
+    assert row.long is not None
+    assert plain.long is not None
+    count = min(len(row.long), len(plain.long))
+    losses = (row.long.first(count).mean, plain.long.first(count).mean)
+    compared = len({halving.rows[name].variant.long_rotation.key for name in choice.on_plain})
+    after = f" after Holm over {compared} rotations" if compared > 1 else ""
+    return verdict_text(verdict, row.variant.name, halving.space.length, losses, after)
+
+
 def verdict_sentence(
-    choice: Choice, rows: Sequence[dict[str, Any]], length: int, trained: int
+    choice: Choice, rows: Sequence[dict[str, Any]], length: int, trained: int, shown: str = ""
 ) -> str:
     """Return the verdict in a sentence or two.
 
@@ -296,6 +333,8 @@ def verdict_sentence(
         rows: See `Recommendation.rows`.
         length: Target length in tokens.
         trained: Trained length in tokens.
+        shown: What is shown of the method beside the plain model; part of the verdict where it is
+            not shown to be better.
     """
     by_name = {row["name"]: row for row in rows}
     at = f"at {length:,} tokens"
@@ -320,10 +359,12 @@ def verdict_sentence(
             f"and no method that was measured is shown to be better.{_usable_text(row)}"
         )
     plain = by_name[PLAIN]["long"]
+    verdict = choice.on_plain.get(choice.name)
+    caution = "" if verdict is None or verdict.outcome is Outcome.BETTER else f" {shown}"
     return (
         f"Use {choice.name} {at}: it gets {_accuracy_text(row['long'])} "
         f"there{_retention_text(choice)}; the plain model gets {_accuracy_text(plain)}."
-        f"{_usable_text(row)} {_price_text(row, trained)}"
+        f"{_usable_text(row)} {_price_text(row, trained)}{caution}"
     )
 
 
@@ -332,8 +373,9 @@ def recommendation_text(recommendation: Recommendation) -> str:
     lines = [_title_line(recommendation), "", recommendation.verdict]
     if recommendation.python:
         lines += ["", f"  {recommendation.python}"]
-    if recommendation.shell:
-        lines += [f"  {recommendation.shell}"]
+    lines += [f"  {line}" for line in recommendation.shell.splitlines()]
+    if recommendation.elsewhere:
+        lines += ["", f"Elsewhere: {recommendation.elsewhere}."]
     lines += [
         "",
         *align(_table_rows(recommendation)),
@@ -356,6 +398,8 @@ def recommendation_markdown(recommendation: Recommendation) -> str:
     if recommendation.python:
         shell = [recommendation.shell] if recommendation.shell else []
         lines += [markdown_block("\n".join([recommendation.python, *shell])), ""]
+    if recommendation.elsewhere:
+        lines += [f"Elsewhere: {markdown_prose(recommendation.elsewhere)}.", ""]
     lines += markdown_table(rows, f"l{'r' * (len(rows[0]) - 2)}l")
     lines += ["", *(f"- {markdown_prose(reason)}" for reason in recommendation.reasons)]
     lines += [f"- not measured: {markdown_prose(why)}" for why in recommendation.not_measured]

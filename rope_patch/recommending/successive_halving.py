@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from rope_patch.exporting import ENGINES
 from rope_patch.extension import Extension
 from rope_patch.recommending import budget, variants
 from rope_patch.recommending.bench import BlockScorer, MeasurementFailed, search_within
@@ -16,10 +20,11 @@ from rope_patch.recommending.decision_rule import (
     gain_over_control,
     score_difference,
     to_measured_variant,
+    verdicts_on_plain,
 )
 from rope_patch.recommending.sample_sets import BLOCK_SIZE, CONTROL, LONG, PROSE, SEARCH, SHORT
 from rope_patch.recommending.variants import PLAIN, UNPATCHED, Variant, VariantRotation
-from rope_patch.searching.candidates import SearchSpace
+from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.sample_sets import MAX_LOSS_RATIO, unigram_loss
 
@@ -39,6 +44,7 @@ class SuccessiveHalving:
         journal: Stores results.
         seed: The search's seed.
         search: Whether to search.
+        engines: Engines that what is chosen must run in; any method may be chosen if empty.
 
     Attributes:
         rows: The scores of all variants by name, in the order of tables.
@@ -57,6 +63,7 @@ class SuccessiveHalving:
         journal: SearchJournal,
         seed: int,
         search: bool,
+        engines: Sequence[str] = (),
     ) -> None:
         self.model, self.space, self.extension = model, space, extension
         self.scorer, self.clock, self._journal = scorer, clock, journal
@@ -65,7 +72,8 @@ class SuccessiveHalving:
         self.search_outcome: Any = None
         self.block_count = 0
         self.rows: dict[str, VariantScores] = {}
-        self._plain_engines = variants.native_engines(model, Variant(PLAIN), extension)
+        self._required = tuple(engines)
+        self._engines = tuple(dict.fromkeys([*ENGINES, *engines]))
         self._add_variants(variants.standard_variants(space))
 
     def run(self) -> Choice:
@@ -199,7 +207,13 @@ class SuccessiveHalving:
         if not self.scorer.block_count(SEARCH):
             return
         outcome, reason = search_within(
-            self.scorer, self.clock, self._journal, self._seed, plan, self._reserved_seconds()
+            self.scorer,
+            self.clock,
+            self._journal,
+            self._seed,
+            plan,
+            self._reserved_seconds(),
+            self._is_servable if self._required else None,
         )
         if outcome is None:
             self.not_measured.append(f"a search: {reason}")
@@ -243,17 +257,17 @@ class SuccessiveHalving:
             blocks = max(blocks, self._stored_blocks(min(2 * self.block_count, max_blocks)))
             if blocks <= self.block_count:
                 return
-            self._score_short(self._plain_row, blocks)
+            self._measure_plain(blocks)
             for row in self._alive():
                 self._measure(row, blocks)
             self.block_count = blocks
 
     def _decide(self) -> Choice:
-        plain = to_measured_variant(self._plain_row, self._plain_engines)
+        # Where engines are required, what others run is no reason.
+        engines = self._required or self._plain_row.engines
+        plain = to_measured_variant(self._plain_row, engines)
         finalists = [
-            to_measured_variant(row, self._plain_engines)
-            for row in self._alive()
-            if row.short is not None
+            to_measured_variant(row, engines) for row in self._alive() if row.short is not None
         ]
         best = min(finalists, key=lambda variant: variant.long.mean)
         try:
@@ -262,7 +276,8 @@ class SuccessiveHalving:
             )
         except MeasurementFailed:
             control = None
-        return choose(finalists, plain, control)
+        choice = choose(finalists, plain, control)
+        return replace(choice, on_plain=verdicts_on_plain(list(self.rows.values()), plain.long))
 
     def _eliminate(self, keep: int) -> None:
         """Eliminate what is worse than the best beyond chance, and all but `keep` rotations."""
@@ -297,6 +312,13 @@ class SuccessiveHalving:
         for other in self._same_rotation(row.variant.long_rotation):
             other.long = scores
 
+    def _measure_plain(self, blocks: int) -> None:
+        """Score the plain model though it may be dropped: verdicts are against it."""
+        plain = self._plain_row
+        with contextlib.suppress(MeasurementFailed):
+            plain.long = self.scorer.scores(UNPATCHED, LONG, blocks, PLAIN)
+        self._score_short(plain, blocks)
+
     def _score_short(self, row: VariantScores, blocks: int) -> None:
         name = row.variant.name
         try:
@@ -312,8 +334,37 @@ class SuccessiveHalving:
             refusal = variants.refusal_reason(self.model, variant, self.extension)
             if refusal is not None:
                 self._mark_out(row, f"refused: {refusal}")
-            else:
-                row.engines = variants.native_engines(self.model, variant, self.extension)
+                continue
+            refusals = variants.export_refusals(self.model, variant, self.extension, self._engines)
+            row.engines = tuple(engine for engine in self._engines if engine not in refusals)
+            missing = [engine for engine in self._required if engine in refusals]
+            if variant.method is not None and missing:
+                row.is_servable = False
+                self._mark_out(row, f"does not run in {', '.join(missing)}")
+
+    def _is_servable(self, strategy: str, candidate: Candidate) -> bool:
+        """Return whether all required engines run what a search would make of a candidate."""
+        variant = variants.search_variants(self.space, strategy, candidate)[0]
+        return not variants.export_refusals(self.model, variant, self.extension, self._required)
+
+    def elsewhere(self, choice: Choice) -> str:
+        """Return which methods were left out for the required engines, in one line; "" if none."""
+        left_out = [row.variant for row in self.rows.values() if not row.is_servable]
+        if not left_out:
+            return ""
+        names = ", ".join(variant.name for variant in left_out)
+        text = f"{' or '.join(self._required)} cannot run {names}: rope_patch.patch can"
+        chosen = self.rows.get(choice.name or "")
+        if chosen is None or chosen.variant.method is None:
+            return text
+        long, short = chosen.variant.long_rotation, chosen.variant.short_rotation
+        for twin in left_out:
+            if twin.long_rotation.key == long.key and twin.short_rotation == UNPATCHED != short:
+                return (
+                    f"{text}. {twin.name} rotates as {choice.name} at the length and leaves texts "
+                    "within the trained length as they are"
+                )
+        return text
 
     def _mark_out(self, row: VariantScores, reason: str) -> None:
         row.status = row.status or reason

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from rope_patch.entry_points import check, patch
-from rope_patch.exporting import ENGINES, export
+from rope_patch.exporting import engine_refusals
 from rope_patch.extension import Extension
 from rope_patch.methods import build, registered_methods
 from rope_patch.methods.origin import plugin_file
@@ -186,13 +187,52 @@ def refusal_reason(model: Any, variant: Variant, extension: Extension) -> str | 
     return None
 
 
-def native_engines(model: Any, variant: Variant, extension: Extension) -> tuple[str, ...]:
-    """Return the engines that rotate as a variant does, without this package."""
+def export_refusals(
+    model: Any, variant: Variant, extension: Extension, engines: Sequence[str]
+) -> dict[str, str]:
+    """Return why engines cannot run a variant without this package, by engine.
+
+    Args:
+        model: The unpatched model, with or without weights.
+        variant: The variant.
+        extension: The request, without the variant's method and options.
+        engines: The engines to ask.
+    """
     if variant.method is None:
-        return _exporting_engines(model)
+        return engine_refusals(model, engines)
     request = replace(extension, method=variant.method, options=variant.options, kernels="hf")
     with patch(model, request):
-        return _exporting_engines(model)
+        return engine_refusals(model, engines)
+
+
+def require_servable(
+    model: Any, space: SearchSpace, extension: Extension, engines: Sequence[str]
+) -> None:
+    """Raise unless one of the standard variants runs in all engines.
+
+    Args:
+        model: See `export_refusals`.
+        space: The rotation that is extended, and the target.
+        extension: See `export_refusals`.
+        engines: The engines that a request names.
+
+    Raises:
+        ValueError: Names the engines, and why the first method does not run there.
+    """
+    first: dict[str, str] = {}
+    for variant in standard_variants(space):
+        if variant.method is None or refusal_reason(model, variant, extension) is not None:
+            continue
+        refusals = export_refusals(model, variant, extension, engines)
+        if not refusals:
+            return
+        first = first or refusals
+    reasons = "; ".join(first.values())
+    raise Refused(
+        f"no method that is measured here runs in {' and '.join(engines)}"
+        + (f": {reasons}" if reasons else "")
+        + ". Name other engines, or none"
+    )
 
 
 def patch_call(variant: Variant, extension: Extension, folder: str | None) -> str:
@@ -220,7 +260,7 @@ def export_command(
         model: The model's name.
         engines: The engines that run it; the command is for the first that people serve with.
     """
-    engine = next((name for name in _PREFERRED_ENGINES if name in engines), None)
+    engine = next((name for name in (*_PREFERRED_ENGINES, *engines) if name in engines), None)
     if variant.method is None or engine is None:
         return ""
     words = ["rope-patch", "export", model, "--engine", engine, "--method", variant.method]
@@ -259,14 +299,3 @@ def _dynamic_variant(
         dynamic=True,
         from_search=searched,
     )
-
-
-def _exporting_engines(model: Any) -> tuple[str, ...]:
-    engines = []
-    for engine in ENGINES:
-        try:
-            if not export(model, engine).needs_plugin:
-                engines.append(engine)
-        except Refused:
-            continue
-    return tuple(engines)

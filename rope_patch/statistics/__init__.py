@@ -50,7 +50,7 @@ from rope_patch.statistics.retention import (
     stratified_mean,
     usable_length,
 )
-from rope_patch.statistics.verdict import SIGNIFICANCE_LEVEL, Outcome, Verdict
+from rope_patch.statistics.verdict import SIGNIFICANCE_LEVEL, Outcome, Verdict, family_verdicts
 
 __all__ = [
     "POWER",
@@ -68,6 +68,7 @@ __all__ = [
     "bootstrap_mean",
     "clopper_pearson",
     "clustered_mean",
+    "family_verdicts",
     "grown",
     "hall_p_values",
     "holm",

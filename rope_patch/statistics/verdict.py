@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from rope_patch.statistics.clustered_mean import MeanTest
-from rope_patch.statistics.paired_tests import least_texts
+from rope_patch.statistics.paired_tests import holm, least_texts
 from rope_patch.statistics.power import texts_to_decide
 
+K = TypeVar("K", bound=Hashable)
 SIGNIFICANCE_LEVEL = 0.05  # corrected p-values below it show a difference
 
 
@@ -66,3 +69,18 @@ class Verdict:
         """
         needed = texts_to_decide(self.test, self.level)
         return needed if needed and needed > self.test.mean.effective_n else None
+
+
+def family_verdicts(tests: Mapping[K, MeanTest], look_factor: float = 1.0) -> dict[K, Verdict]:
+    """Return the verdicts on a family of comparisons, corrected by Holm and for looks.
+
+    Args:
+        tests: All comparisons of the family.
+        look_factor: What `statistics.look_factor` returns for the looks at growing data.
+    """
+    adjusted = holm([test.p_value for test in tests.values()])
+    level = SIGNIFICANCE_LEVEL / max(len(tests), 1) / look_factor
+    return {
+        key: Verdict(test, min(1.0, look_factor * p), level)
+        for (key, test), p in zip(tests.items(), adjusted, strict=True)
+    }

@@ -150,6 +150,19 @@ def test_exports_are_those_of_the_patched_model(tmp_path, method, engines):
         assert "`vllm serve . --hf-overrides" in page
 
 
+def test_required_engines_are_first_on_the_page_or_refuse_the_folder(tmp_path):
+    folder = tmp_path / "model"
+    rope_patch.patch_checkpoint(TINY, folder, "yarn", length=LENGTH)
+    write_exports(folder, ("llama.cpp", "vllm"))
+    page = (folder / "exports" / "README.md").read_text()
+    assert page.index("## llama.cpp\n") < page.index("## vllm\n") < page.index("## transformers\n")
+    dynamic = tmp_path / "dynamic"
+    rope_patch.patch_checkpoint(TINY, dynamic, "dynamic-yarn", length=LENGTH)
+    with pytest.raises(rope_patch.Refused, match="vllm needs rope_patch's plugin"):
+        write_exports(dynamic, ("vllm",))  # exported, but not served without this package
+    assert not (dynamic / "exports").exists()
+
+
 def test_a_publication_that_fails_leaves_nothing_behind(tmp_path):
     request = ExtendRequest(model=TINY, to="4x", out=tmp_path, budget=10.0)
     (tmp_path / "report").mkdir()
@@ -256,6 +269,9 @@ def test_changed_arguments_are_refused(finished, changes, facts):
         ({"samples": 2}, "samples must be at least 6"),
         ({"data": ["novels:emma"]}, "--train"),
         ({"recipe": {"max_steps": 2}}, "recipe is for training"),
+        ({"engines": "vlm"}, "did you mean 'vllm'?"),
+        ({"engines": ["axolotl"]}, "axolotl trains models"),
+        ({"train": True, "recipe": {"method": "rerope"}, "engines": "mlx"}, "rerope cannot be"),
         ({"train": True, "recipe": {"length": 2}}, "recipe: length"),
         ({"train": True, "recipe": {"lora_rnk": 2}}, "did you mean 'lora_rank'?"),
         ({"train": True, "start": "running"}, "start running"),

@@ -67,6 +67,15 @@ def test_the_first_candidate_that_helps_is_chosen(results):
     assert f"{first} changes the likelihood of no right answer" in decision.sentences[0]
 
 
+def test_one_that_no_engine_runs_gives_way_to_another_that_helps(results):
+    first, second, *_ = labels(results)
+    decision = decide(results, LENGTH, None, [first])
+    assert decision.label == second
+    assert f"No engine runs {first}" in decision.sentences[-1]
+    alone_helps = with_samples_of(results, {second: "none"})
+    assert decide(alone_helps, LENGTH, None, [first]).label == first
+
+
 def test_nothing_is_chosen_where_no_answer_is_likelier(results):
     same = with_samples_of(results, dict.fromkeys(labels(results), "none"))
     decision = decide(same, LENGTH, None)
@@ -159,6 +168,7 @@ def row(name, nats, **changes):
         "name": name,
         "method": name,
         "options": {},
+        "engines": ["vllm", "mlx"],
         "everywhere": True,
         "leaves_short": False,
         "long": {"nll": [nats, 0, 9]},
@@ -172,19 +182,20 @@ def recommendation(method, *rows):
 
 def test_the_recommended_method_is_first_and_one_for_all_engines_second():
     rows = [
-        row("rerope", 0.1, everywhere=False, leaves_short=True),
+        row("rerope", 0.1, engines=[], everywhere=False, leaves_short=True),
         row("linear", 0.5),
         row("yarn", 0.2),
         row("llama3", "Infinity"),
         row("ntk", 0.0, long=None),
     ]
     measured = recommendation("rerope", *rows)
-    assert compared_candidates(measured) == [Candidate("rerope"), Candidate("yarn")]
+    rerope = Candidate("rerope", runs_nowhere=True)
+    assert compared_candidates(measured) == [rerope, Candidate("yarn")]
     assert compared_candidates(measured | {"method": "linear"}) == [Candidate("linear")]
-    assert compared_candidates(measured | {"method": None}) == [
-        Candidate("rerope"),
-        Candidate("yarn"),
-    ]
+    assert compared_candidates(measured | {"method": None}) == [rerope, Candidate("yarn")]
+    only_mlx = row("llama3", 0.1, engines=["mlx"], everywhere=False)
+    required = recommendation("llama3", only_mlx, *rows) | {"engines": ["mlx"]}
+    assert compared_candidates(required) == [Candidate("llama3")]
     assert compared_candidates(recommendation(None)) == []
 
 
@@ -194,6 +205,8 @@ def test_what_is_trained_has_one_set_of_frequencies_and_leaves_short_rows():
     searched = row("searched", 0.1, method="yarn", options={"beta_fast": 16})
     assert trained_candidate(recommendation(None, searched)) == Candidate("yarn", {"beta_fast": 16})
     assert trained_candidate(recommendation(None, rows[0])) is None
+    static = trained_candidate(recommendation(None, *rows), lambda each: "mixed" not in each.method)
+    assert static == Candidate("ntk-by-parts")
 
 
 def test_the_recommendation_of_the_shared_run_has_its_candidates(finished, results):

@@ -244,7 +244,7 @@ def test_a_plan_fits_into_its_time(left, within, searchable):
     while done < blocks:
         alive.append(min(alive[-1], max(3, math.ceil(alive[-1] / 2))))  # the better half
         new = min(2 * done, blocks)
-        spent += (new - done) * (alive[-1] * costs.both + costs.short)
+        spent += (new - done) * (alive[-1] + 1) * costs.both  # the plain model, too
         done = new
     assert spent <= max(left, costs.long)
     assert plan.evaluations * plan.search_blocks * costs.long <= plan.search_seconds + 1e-9
@@ -266,7 +266,7 @@ def test_a_search_gets_the_time_that_samples_leave():
     costs, left = BlockCosts(5.0, 1.0), 10**4
     plan = plan_budget(left, costs, rotations=4, max_blocks=2, max_search_blocks=4)
     first, comparison, control = 4 * costs.both, costs.both, costs.long
-    again = 4 * costs.both + costs.short  # the better half of seven, and the plain model
+    again = 5 * costs.both  # the better half of seven, and the plain model
     assert plan.samples == 12
     assert plan.search_seconds + first + comparison + again + control == pytest.approx(left / 1.1)
     assert plan_budget(left, costs, 4, max_blocks=2, max_search_blocks=0).search_seconds == 0

@@ -8,6 +8,7 @@ import re
 import signal
 from dataclasses import replace
 from html import unescape
+from statistics import fmean
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import rope_patch
 from rope_patch.inference import Sample
 from rope_patch.runs import JournalFile
+from rope_patch.statistics import holm, mean_test
 
 LENGTH, TRAINED = 1024, 256
 LONG_BLOCK = 6 * 1023 / 1000  # seconds on the machine below
@@ -180,6 +182,29 @@ def test_nothing_is_measured_twice_and_the_best_gets_more_samples(finished_run):
     assert row(recommendation, recommendation.method)["long"]["samples"] == recommendation.samples
     assert machine.now <= 5 * 60 + LONG_BLOCK
     assert recommendation.seconds == pytest.approx(machine.now)
+
+
+def test_the_verdict_is_that_of_a_paired_test_after_holm(finished_run):
+    """Texts have one value each here, so each rotation's p comes from the journal's losses."""
+    recommendation, folder, _ = finished_run
+    losses = {}
+    for entry in map(json.loads, journal_lines(folder)[1:]):
+        if entry["key"].startswith("long/"):
+            value = entry["value"]
+            rotation = entry["key"].split("/", 2)[2]
+            losses.setdefault(rotation, {}).update(zip(value["groups"], value["nll"], strict=True))
+    plain = losses.pop("plain")
+    p_values = []
+    for own in losses.values():
+        shared = [group for group in own if group in plain]
+        p_values.append(mean_test([own[g] - plain[g] for g in shared], shared).p_value)
+    expected = dict(zip(losses, holm(p_values), strict=True))
+    chosen = row(recommendation, recommendation.method)
+    loss = chosen["long"]["nll"][0]
+    key = next(key for key, own in losses.items() if fmean(own.values()) == pytest.approx(loss))
+    assert chosen["on_plain"]["p_value"] == pytest.approx(expected[key])
+    assert (chosen["on_plain"]["outcome"] == "better") == (expected[key] < 0.05)
+    assert f"after Holm over {len(losses)} rotations" in recommendation.reasons[-1]
 
 
 def test_the_search_ends_in_time_and_is_compared_on_held_out_samples(finished_run, model):

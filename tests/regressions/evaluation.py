@@ -194,9 +194,9 @@ DEFECTS = [
     ),
     Defect(
         "a method is shown to help by a p-value that is not corrected over the methods",
-        _LIKELIHOOD,
-        "return {label: Verdict(test, adjusted[label], level) for",
-        "return {label: Verdict(test, test.p_value, level) for",
+        "rope_patch/statistics/verdict.py",
+        "        key: Verdict(test, min(1.0, look_factor * p), level)\n",
+        "        key: Verdict(test, test.p_value, level)\n",
         ("tests/evaluation/report/test_conclusions.py::test_methods_are_one_family_at_the_length",),
     ),
     Defect(

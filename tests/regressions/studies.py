@@ -96,8 +96,8 @@ DEFECTS = [
     Defect(
         "a significant but negligible difference decides between methods",
         "rope_patch/recommending/decision_rule.py",
-        "        return self.nll.low > 0 and self.nll.estimate > NEGLIGIBLE\n",
-        "        return self.nll.low > 0\n",
+        "        return is_shown and self.nll.estimate > NEGLIGIBLE\n",
+        "        return is_shown\n",
         (
             "tests/recommending/test_decision_rule.py::test_a_significant_but_tiny_difference_is_a_tie",
         ),

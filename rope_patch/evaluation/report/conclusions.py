@@ -471,15 +471,30 @@ def verdict_sentence(stats: RunStatistics, best: str, length: int, verdict: Verd
     mine, plain = (stats.answer_loss(label, length) for label in (best, stats.plain or ""))
     assert mine is not None
     assert plain is not None
+    after = correction_text(stats, len(stats.verdicts_on_plain(length)), length)
+    losses = (mine.mean.estimate, plain.mean.estimate)
+    return verdict_text(verdict, stats.names[best], length, losses, after)
+
+
+def verdict_text(
+    verdict: Verdict, who: str, length: int, losses: tuple[float, float], after: str
+) -> str:
+    """Return a verdict on a method beside the plain model as a sentence, with its numbers.
+
+    Args:
+        verdict: The verdict.
+        who: The method's name.
+        length: Tokens.
+        losses: Nats a token of right answers, with the method and without.
+        after: What the p-value is corrected for, with a space before it.
+    """
     difference, outcome = verdict.test, verdict.outcome
-    methods = len(stats.verdicts_on_plain(length))
-    after = correction_text(stats, methods, length)
+    mine, plain = map(nats_text, losses)
     numbers = (
-        f"{nats_text(mine.mean.estimate)} against {nats_text(plain.mean.estimate)} nats a token "
+        f"{mine} against {plain} nats a token "
         f"(difference {nats_text(difference.mean.estimate)}, {_interval_text(difference)}, "
         f"{p_text(verdict.p_value)}{after})"
     )
-    who = stats.names[best]
     at, head = f"at {length:,} tokens", f"At {length:,} tokens"
     if outcome is Outcome.EQUAL:
         return f"{head} {who} changes the likelihood of no right answer: {numbers}."

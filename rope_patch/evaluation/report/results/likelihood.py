@@ -89,9 +89,7 @@ class LikelihoodStatistics(ComparisonStatistics):
             if other not in (None, label)
             and (test := self.loss_difference(label, str(other), length)) is not None
         }
-        adjusted = self.adjust({label: test.p_value for label, test in tests.items()}, length)
-        level = SIGNIFICANCE_LEVEL / max(len(tests), 1) / self.look_factor(length)
-        return {label: Verdict(test, adjusted[label], level) for label, test in tests.items()}
+        return statistics.family_verdicts(tests, self.look_factor(length))
 
     def verdicts_on_plain(self, length: int) -> dict[str, Verdict]:
         """Return what is shown of each patched method beside the plain model."""
