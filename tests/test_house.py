@@ -30,7 +30,7 @@ BUDGETS = {
     "lab": (2_350, 8),
     "methods": (3_060, 31),
     "ops": (5_700, 27),
-    "patching": (10_850, 42),
+    "patching": (11_050, 43),
     "pictures": (1_700, 8),
     "pretrained": (3_385, 13),
     "recommending": (2_650, 9),
