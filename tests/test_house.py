@@ -29,7 +29,7 @@ BUDGETS = {
     "integrations": (650, 4),
     "lab": (2_350, 8),
     "methods": (3_060, 31),
-    "ops": (5_700, 27),
+    "ops": (6_000, 28),
     "patching": (11_050, 43),
     "pictures": (1_700, 8),
     "pretrained": (3_385, 13),

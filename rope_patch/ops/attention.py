@@ -26,7 +26,7 @@ def mapped_attention(
     """Return attention by the Triton kernel; None where it does not run or fails its check.
 
     Queries and keys are turned by the shifts of their regions in registers, angles are exact, and
-    no logits and no turned keys are stored. No gradients.
+    no logits and no turned keys are stored. Differentiable once in queries, keys, values and sinks.
 
     Args:
         query: Rotated queries, `[B, H, Q, D]`; any strides.
@@ -52,6 +52,8 @@ def mapped_attention(
     sizes = kernel.head_sizes(query, key, value, regions)
     rows, _, _ = kernel.tile_size(query, key, sizes)
     splits = kernel.count_splits(query, key)
+    inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     variant = KernelVariant(
         op=MAPPED_ATTENTION,
         device=query.device,
@@ -62,6 +64,7 @@ def mapped_attention(
         head_dim=query.shape[-1],
         rotary_dim=regions.rotary_dim,
         interleaved=interleaved,
+        needs_grad=needs_grad,
         value_dim=value.shape[-1],
         tile_rows=rows,
         shift_parts=regions.parts,
@@ -71,8 +74,13 @@ def mapped_attention(
     )
     if variant not in self_check.passed and not self_check.passes(variant, kernels, variant):
         return None
-    arguments = (query, key, value, regions, scaling, softcap, sinks, interleaved, splits)
-    output: torch.Tensor = kernel.launch(*arguments)[0]
+    how = (scaling, softcap, interleaved, splits)
+    output: torch.Tensor
+    if needs_grad:
+        backward = dispatch.kernel_module("attention_backward")
+        output = backward.AttentionFunction.apply(query, key, value, sinks, regions, *how)
+    else:
+        output, _ = kernel.launch(query, key, value, sinks, regions, *how)
     return output
 
 
@@ -83,12 +91,11 @@ def _takes(
     regions: AttentionRegions,
     sinks: torch.Tensor | None,
 ) -> bool:
-    """Return whether the kernel takes tensors of these kinds, and needs no gradients."""
+    """Return whether the kernel takes tensors of these kinds."""
     tensors = [query, key, value] if sinks is None else [query, key, value, sinks]
     return (
         query.dtype == key.dtype == value.dtype
         and all(x.device == query.device for x in (*tensors, *vars(regions).values()))
         and max(query.shape[-1], value.shape[-1]) <= _MOST_DIMS
         and query.shape[1] % key.shape[1] == 0
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     )

@@ -660,7 +660,7 @@ _ATTENTION_LIMITS = {torch.float32: 64.0, torch.float16: 16.0, torch.bfloat16: 1
 def _try_attention(variant: KernelVariant, batch: int) -> list[Comparison]:
     """Run the kernel of attention on a tile of queries, and compare it with float64."""
     from rope_patch.ops.attention_reference import attend
-    from rope_patch.ops.kernels import attention
+    from rope_patch.ops.kernels import attention, attention_backward
 
     generator = torch.Generator().manual_seed(_SEED)
     steps = max(1, variant.tile_rows // (variant.heads // variant.key_heads))
@@ -680,26 +680,31 @@ def _try_attention(variant: KernelVariant, batch: int) -> list[Comparison]:
         drawn = torch.randn(variant.heads, generator=generator, device="cpu")
         sinks = drawn.to(variant.sink_dtype)
     regions = _two_regions(variant, steps, slots)
-    scaling, softcap = variant.head_dim**-0.5, _SOFTCAP if variant.has_softcap else None
+    how: Any = {
+        "scaling": variant.head_dim**-0.5,
+        "softcap": _SOFTCAP if variant.has_softcap else None,
+        "interleaved": variant.interleaved,
+    }
+    out_grad = draw(variant.heads, steps, variant.value_dim, [0, 2, 1, 3])
+    names = ["output", "log-sum-exp", *(f"gradient of {x}" for x in ("q", "k", "v"))]
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves: Any = [x.double().requires_grad_() for x in (q, k, v)]
+        truths = list(attend(leaves[0], leaves[1], leaves[2], regions, sinks=sinks, **how))
+        if variant.needs_grad:
+            truths += torch.autograd.grad(truths[0], leaves, out_grad.double())
     with torch.inference_mode(False), torch.no_grad():
-        truths = attend(
-            q.double(),
-            k.double(),
-            v.double(),
-            regions,
-            scaling=scaling,
-            softcap=softcap,
-            sinks=sinks,
-            interleaved=variant.interleaved,
-        )
-        q, k, v = (x.to(variant.device) for x in (q, k, v))
+        inputs = tuple(x.to(variant.device) for x in (q, k, v))
         sinks = None if sinks is None else sinks.to(variant.device)
-        how: Any = (scaling, softcap, sinks, variant.interleaved, 2 if variant.shares_keys else 1)
-        results = attention.launch(q, k, v, regions.to(variant.device), *how)
+        here = (regions.to(variant.device), *how.values())
+        shares = 2 if variant.shares_keys else 1
+        results: Any = attention.launch(*(*inputs, sinks, *here, shares))
+        if variant.needs_grad:
+            saved: Any = (out_grad.to(variant.device), *inputs, *results, *here)
+            results += attention_backward.launch_backward(*saved)[:3]
     limit = _ATTENTION_LIMITS[variant.dtype]
     return [
-        Comparison(name, _rounding_error(result, truth, variant.dtype), limit)
-        for name, result, truth in zip(("output", "log-sum-exp"), results, truths, strict=True)
+        Comparison(name, _rounding_error(result, truth.detach(), variant.dtype), limit)
+        for name, result, truth in zip(names, results, truths, strict=False)
     ]
 
 

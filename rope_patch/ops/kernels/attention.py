@@ -258,10 +258,10 @@ def launch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     regions: AttentionRegions,
     scaling: float,
     softcap: float | None,
-    sinks: torch.Tensor | None,
     interleaved: bool,
     splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:

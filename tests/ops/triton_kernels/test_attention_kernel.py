@@ -21,6 +21,7 @@ from rope_patch.ops import (
 
 assert ops.triton_unavailable_reason() is None
 attention = dispatch.kernel_module("attention")
+attention_backward = dispatch.kernel_module("attention_backward")
 
 # Of outputs of size 1; Triton's interpreter truncates to bfloat16, where a GPU rounds.
 ERRORS = {torch.float32: 1e-4, torch.float16: 6e-3, torch.bfloat16: 6e-2}
@@ -60,11 +61,34 @@ class Case:
         return None if sinks is None else sinks.to(DEVICE)
 
     def launch(self):
-        how = {**self.settings, "sinks": self.sinks()}
-        names = ("scaling", "softcap", "sinks", "interleaved")
-        return attention.launch(
-            *self.inputs(), self.regions, *(how[name] for name in names), self.splits
-        )
+        how = [self.settings[name] for name in ("scaling", "softcap", "interleaved")]
+        return attention.launch(*self.inputs(), self.sinks(), self.regions, *how, self.splits)
+
+    def gradients(self, out_grad):
+        """Return gradients of queries, keys, values and sinks, if there are any."""
+        leaves = [x.requires_grad_() for x in (*self.inputs(), self.sinks()) if x is not None]
+        how = [self.settings[name] for name in ("scaling", "softcap", "interleaved")]
+        sinks = leaves[3] if len(leaves) > 3 else None
+        arguments = (*leaves[:3], sinks, self.regions, *how, self.splits)
+        output = attention_backward.AttentionFunction.apply(*arguments)
+        return torch.autograd.grad(output, leaves, out_grad.to(self.dtype).to(DEVICE))
+
+    def true_gradients(self, out_grad):
+        leaves = [x.to(self.dtype).double().requires_grad_() for x in (self.q, self.k, self.v)]
+        settings = dict(self.settings)
+        if settings["sinks"] is not None:
+            settings["sinks"] = settings["sinks"].double().requires_grad_()
+            leaves.append(settings["sinks"])
+        output, _ = truth(*leaves[:3], self.spans, self.shifts, self.inv_freq, **settings)
+        return torch.autograd.grad(output, leaves, out_grad.to(self.dtype).double())
+
+    def check_gradients(self):
+        generator = torch.Generator().manual_seed(99)
+        out_grad = torch.randn(*self.q.shape[:3], self.v.shape[-1], generator=generator)
+        got, expected = self.gradients(out_grad), self.true_gradients(out_grad)
+        for each, exact in zip(got, expected, strict=True):
+            limit = ERRORS[self.dtype] * max(1.0, float(exact.abs().max()))
+            torch.testing.assert_close(each.cpu().double(), exact, rtol=0, atol=limit)
 
     def truth(self):
         """Return output and log-sum-exp: the angle of a pair is that of the sum of its shifts."""
@@ -106,7 +130,9 @@ def truth(q, k, v, spans, shifts, inv_freq, *, scaling, softcap, sinks, interlea
         column = sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, column], -1)
     lse = logits.logsumexp(-1)
-    weights = (logits - lse[..., None]).exp().nan_to_num(0)[..., : len(slots)]
+    is_blind = lse.isneginf()[..., None]  # whose gradients are 0, not NaN
+    weights = logits.masked_fill(is_blind, 0).softmax(-1).masked_fill(is_blind, 0)
+    weights = weights[..., : len(slots)]
     return weights @ v, lse
 
 
@@ -166,10 +192,16 @@ def test_random_calls_match_float64(seed):
     draw_case(seed).check()
 
 
+@pytest.mark.parametrize("seed", range(400, 412))
+def test_random_gradients_match_float64(seed):
+    draw_case(seed).check_gradients()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12, 312))
 def test_many_random_calls_match_float64(seed):
     draw_case(seed).check()
+    draw_case(seed).check_gradients()
 
 
 PLAIN = {"scaling": 1.0, "softcap": None, "sinks": None, "interleaved": False}
@@ -183,6 +215,20 @@ def test_queries_without_keys_are_0():
         output, lse = case.launch()
         assert not output.any()
         assert lse.isneginf().all()
+
+
+def test_steps_over_long_texts_share_their_keys():
+    case = draw_case(1)
+    slots = 600
+    case.q = torch.randn(1, 2, 1, 16)
+    case.k, case.v = (torch.randn(1, 1, slots, 16) for _ in range(2))
+    case.spans = torch.tensor([[[[500, slots]], [[0, 500]]]])
+    case.shifts = [torch.tensor([[[[0]], [[-77]]]]), torch.randint(-9, 9, (1, 2, slots, 1))]
+    case.inv_freq, case.settings, case.dtype = frequencies(16), PLAIN, torch.float32
+    case.splits = attention.count_splits(case.q, case.k)
+    assert case.splits == 2
+    case.check()
+    assert attention.count_splits(case.q.expand(1, 2, 8192, 16), case.k) == 1
 
 
 # -- the op ----------------------------------------------------------------------------------------

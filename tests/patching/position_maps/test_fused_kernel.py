@@ -124,3 +124,18 @@ def test_masks_of_another_form_are_left_to_plain_torch():
     assert_close(got, expected)
     plain, _, _ = both("self-extend", lambda model: model(tokens(LENGTH), use_cache=False).logits)
     assert (plain - expected).abs().max() > 1e-3
+
+
+def test_gradients_take_two_launches_backwards():
+    ids, gradients, launches = tokens(LENGTH, batch=2), [], []
+    for kernels in ("hf", "triton"):
+        model = make_model(num_hidden_layers=1, max_position_embeddings=TRAINED)
+        rope_patch.patch(model, "self-extend", kernels=kernels, **MAPS["self-extend"])
+        counts = LaunchCounts()
+        with dispatched_launches(counts):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            gradients.append(torch.autograd.grad(loss, [*model.parameters()], allow_unused=True))
+        launches.append(counts.ours)
+    assert launches == [0, 5]  # of them one each way rotates
+    for expected, got in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
