@@ -54,6 +54,8 @@ export_lazily(
     __name__,
     {
         "angles": "rerotation_frequencies",
+        "attention": "mapped_attention",
+        "attention_reference": "AttentionRegions",
         "hub.layers": "apply_rotary_transformers",
         "modes": "copy_to_device is_interpreted",
         "output_inversion": "can_recompute_from_output",

@@ -55,7 +55,8 @@ def _triton_unavailable_reason() -> str | None:
         if not _MIN_TRITON <= release <= _MAX_TRITON:
             problem = f"Triton is {version}, and 3.6 to 3.9 are supported"
         else:
-            for name in ("rope", "qk_norm_rope", "rerotate", "cache_write"):
+            names = ("rope", "qk_norm_rope", "rerotate", "cache_write")
+            for name in (*names, "attention", "attention_backward"):
                 _kernel_modules[name] = importlib.import_module(f"rope_patch.ops.kernels.{name}")
             return None
     except Exception as error:  # a broken installation can raise anything

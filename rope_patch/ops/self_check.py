@@ -223,6 +223,8 @@ ROPE, QK_NORM_ROPE, REROTATE = "rope", "qk_norm_rope", "rerotate_"
 # `rope_into_cache` without and with norms.
 ROPE_INTO_CACHE, QK_NORM_ROPE_INTO_CACHE = "rope_into_cache", "qk_norm_rope_into_cache"
 
+MAPPED_ATTENTION = "mapped_attention"
+
 # Triton compiles other code for strides that are multiples of 16.
 _STRIDE_UNIT = 16
 
@@ -250,7 +252,8 @@ class KernelVariant:
     """What one compiled kernel, or a forward kernel with its backward, is compiled for.
 
     Attributes:
-        op: `ROPE`, `QK_NORM_ROPE`, `REROTATE`, `ROPE_INTO_CACHE` or `QK_NORM_ROPE_INTO_CACHE`.
+        op: `ROPE`, `QK_NORM_ROPE`, `REROTATE`, `ROPE_INTO_CACHE`, `QK_NORM_ROPE_INTO_CACHE` or
+            `MAPPED_ATTENTION`.
         device: Where it runs.
         dtype: Of queries.
         key_dtype: Of keys.
@@ -271,10 +274,15 @@ class KernelVariant:
         several_layers: Whether keys of several layers are re-rotated in one launch.
         q_layout: Memory layout of queries to imitate; None: tokens before heads.
         k_layout: The same for keys.
-        value_dim: Dimensions of a value that is written into a cache.
+        value_dim: Dimensions of a value that is written into a cache, or attended to.
         v_layout: Memory layout of values; None: tokens before heads.
         key_cache_layout: Memory layout of the cache for keys; None: contiguous.
         value_cache_layout: The same for values.
+        tile_rows: Rows of a tile of queries in attention.
+        shift_parts: Parts of the pairs that have shifts of their own; see `AttentionRegions`.
+        has_softcap: Whether logits have a soft cap.
+        sink_dtype: Of attention sinks; None without.
+        shares_keys: Whether several programs share the keys of a query.
     """
 
     op: str
@@ -302,6 +310,11 @@ class KernelVariant:
     v_layout: Layout | None = None
     key_cache_layout: Layout | None = None
     value_cache_layout: Layout | None = None
+    tile_rows: int = 0
+    shift_parts: int = 1
+    has_softcap: bool = False
+    sink_dtype: torch.dtype | None = None
+    shares_keys: bool = False
 
     @property
     def has_norms(self) -> bool:
@@ -328,6 +341,11 @@ class KernelVariant:
             backward if self.needs_grad else "",
             "input recomputed" if self.recompute_input else "",
             "several layers" if self.several_layers else "",
+            f"values of {self.value_dim}, {self.tile_rows} rows" if self.tile_rows else "",
+            f"{self.shift_parts} shifts a token" if self.shift_parts > 1 else "",
+            "soft cap" if self.has_softcap else "",
+            f"sinks in {_name(self.sink_dtype)}" if self.sink_dtype else "",
+            "shared keys" if self.shares_keys else "",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -447,6 +465,8 @@ def run_trial(variant: KernelVariant, *, batch: int = 2, tokens: int = 3) -> lis
         batch: Rows of the problem.
         tokens: Tokens of a row.
     """
+    if variant.op == MAPPED_ATTENTION:
+        return _try_attention(variant, batch)
     problem = _Problem(variant, batch, tokens)
     with torch.inference_mode(False), torch.enable_grad():
         truths = _exact_results(variant, problem)  # first, because kernels can write anywhere
@@ -625,6 +645,87 @@ _RUNS = {
     ROPE_INTO_CACHE: _run_into_cache,
     QK_NORM_ROPE_INTO_CACHE: _run_into_cache,
 }
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+# Keys at their own distance, keys before the queries, and the shifts of far ones, in tokens.
+_NEAR, _EARLIER, _FAR_SHIFT = 20, 70, 100_003
+_SOFTCAP = 3.0
+
+# Logits and weights are rounded, too, and sums are long.
+_ATTENTION_LIMITS = {torch.float32: 64.0, torch.float16: 16.0, torch.bfloat16: 16.0}
+
+
+def _try_attention(variant: KernelVariant, batch: int) -> list[Comparison]:
+    """Run the kernel of attention on a tile of queries, and compare it with float64."""
+    from rope_patch.ops.attention_reference import attend
+    from rope_patch.ops.kernels import attention, attention_backward
+
+    generator = torch.Generator().manual_seed(_SEED)
+    steps = max(1, variant.tile_rows // (variant.heads // variant.key_heads))
+    slots = _EARLIER + steps
+
+    def draw(heads: int, tokens: int, dim: int, order: list[int]) -> Any:
+        x = torch.randn(batch, heads, tokens, dim, generator=generator, device="cpu")
+        return x.to(variant.dtype).permute(order).contiguous().permute(order)
+
+    q = draw(variant.heads, steps, variant.head_dim, [0, 2, 1, 3])
+    k, v = (
+        draw(variant.key_heads, slots, dim, [0, 1, 2, 3])
+        for dim in (variant.head_dim, variant.value_dim)
+    )
+    sinks = None
+    if variant.sink_dtype is not None:
+        drawn = torch.randn(variant.heads, generator=generator, device="cpu")
+        sinks = drawn.to(variant.sink_dtype)
+    regions = _two_regions(variant, steps, slots)
+    how: Any = {
+        "scaling": variant.head_dim**-0.5,
+        "softcap": _SOFTCAP if variant.has_softcap else None,
+        "interleaved": variant.interleaved,
+    }
+    out_grad = draw(variant.heads, steps, variant.value_dim, [0, 2, 1, 3])
+    names = ["output", "log-sum-exp", *(f"gradient of {x}" for x in ("q", "k", "v"))]
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves: Any = [x.double().requires_grad_() for x in (q, k, v)]
+        truths = list(attend(leaves[0], leaves[1], leaves[2], regions, sinks=sinks, **how))
+        if variant.needs_grad:
+            truths += torch.autograd.grad(truths[0], leaves, out_grad.double())
+    with torch.inference_mode(False), torch.no_grad():
+        inputs = tuple(x.to(variant.device) for x in (q, k, v))
+        sinks = None if sinks is None else sinks.to(variant.device)
+        here = (regions.to(variant.device), *how.values())
+        shares = 2 if variant.shares_keys else 1
+        results: Any = attention.launch(*(*inputs, sinks, *here, shares))
+        if variant.needs_grad:
+            saved: Any = (out_grad.to(variant.device), *inputs, *results, *here)
+            results += attention_backward.launch_backward(*saved)[:3]
+    limit = _ATTENTION_LIMITS[variant.dtype]
+    return [
+        Comparison(name, _rounding_error(result, truth.detach(), variant.dtype), limit)
+        for name, result, truth in zip(names, results, truths, strict=False)
+    ]
+
+
+def _two_regions(variant: KernelVariant, steps: int, slots: int) -> Any:
+    """Return the last keys of each query unturned, and those before them turned on both sides."""
+    from rope_patch.ops.attention_reference import AttentionRegions
+
+    queries, keys = (torch.arange(n, device="cpu") for n in (steps, slots))
+    stop = queries + slots - steps + 1
+    start = stop - _NEAR
+    parts = torch.arange(1, variant.shift_parts + 1, device="cpu")
+    query_shift, key_shift = (_FAR_SHIFT + 7 * x[:, None] // parts for x in (queries, keys))
+    pairs = torch.arange(variant.rotary_dim // 2, dtype=torch.float64, device="cpu")
+    return AttentionRegions(
+        torch.stack([start, torch.zeros_like(start)])[None].int(),
+        torch.stack([stop, start])[None].int(),
+        torch.stack([torch.zeros_like(query_shift), query_shift])[None],
+        torch.stack([torch.zeros_like(key_shift), key_shift])[None],
+        torch.tensor([0, 1], dtype=torch.int32, device="cpu"),
+        pack_frequencies(_THETA ** -(pairs / max(len(pairs), 1))),
+    )
 
 
 # -- the comparison --------------------------------------------------------------------------------

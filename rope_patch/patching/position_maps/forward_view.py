@@ -54,7 +54,8 @@ class ForwardView:
         self.is_mapped = last >= position_map.map_start(reach)
         self.regions: list[Region] = []
         self.is_consecutive = False
-        self._compared: tuple[Any, int | None, bool] | None = None
+        self._compared: tuple[Any, ...] | None = None
+        self._runs: tuple[Any, ...] | None = None
         self._pieces: list[Piece] | None = None
         self._tables: dict[Any, Any] = {}
         if not self.is_mapped:
@@ -75,6 +76,64 @@ class ForwardView:
         if self._compared is None or self._compared[0] is not mask or self._compared[1] != ahead:
             self._compared = (mask, ahead, visibility.is_causal())
         return self._compared[2]
+
+    def sees_runs(self, visibility: Visibility) -> bool:
+        """Return whether each query sees its own text up to itself, in adjacent slots, and no more.
+
+        So it is in rows with padding, and in rows of several documents. Queries that are padding
+        may see anything, because nothing reads their output.
+        """
+        if self.is_consecutive:
+            return self.is_causal(visibility)
+        facts = (visibility.call.mask, visibility.call.first_ahead)
+        if visibility.call.documents is not None or facts[0] is None:
+            return self._compare_runs(visibility)
+        if self._runs is None or self._runs[0] is not facts[0] or self._runs[1] != facts[1]:
+            self._runs = (*facts, self._compare_runs(visibility))
+        return bool(self._runs[2])
+
+    def _compare_runs(self, visibility: Visibility) -> bool:
+        slots = torch.arange(self.keys.shape[1], device=self.keys.device)
+        # A token's slot less its position is where its text begins. It changes between texts.
+        begins = slots - self.keys
+        changes = torch.ones_like(begins, dtype=torch.bool)
+        changes[:, 1:] = (begins[:, 1:] != begins[:, :-1]) | (self.keys[:, 1:] < 0)
+        run = torch.where(changes, slots, 0).cummax(-1).values
+        own = self._query_slots()
+        first = self.first_slots.clamp(min=0)
+        is_token = self.queries >= 0
+        is_apart = (run[:, own] > first) | (self.keys[:, own] != self.queries)
+        if bool((is_token & is_apart).any()):
+            return False
+        for start in range(0, len(own), _COMPARED):
+            span = slice(start, start + _COMPARED)
+            seen, bias = visibility.of(slice(start, min(start + _COMPARED, len(own))))
+            if seen is None or bias is not None:
+                return False
+            expected = (slots >= first[:, span, None]) & (slots <= own[span, None])
+            is_equal = (seen == expected[:, None, None]) | ~is_token[:, None, None, span, None]
+            if not bool(is_equal.all()):
+                return False
+        return True
+
+    @property
+    def first_slots(self) -> torch.Tensor:
+        """Return the slot in which each query's text begins, `[B, Q]`; below 0 if before the first.
+
+        Where texts lie in adjacent slots alone; see `sees_runs`.
+        """
+        return self._query_slots() - self.queries
+
+    def _query_slots(self) -> torch.Tensor:
+        steps = self.queries.shape[1]
+        last = self.keys.shape[1] if self.is_consecutive else self.filled
+        return torch.arange(last - steps, last, device=self.queries.device)
+
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns, made once for all layers of the forward."""
+        if key not in self._tables:
+            self._tables[key] = make()
+        return self._tables[key]
 
     def slot_of(self, key: torch.Tensor) -> int | None:
         """Return the place in the cache that holds these keys; None where none holds just them.
@@ -125,10 +184,8 @@ class ForwardView:
     ) -> Any:
         """Return the tables that turn the only query by several regions, one a row."""
         key = ("step", regions, id(rotation), query.device, query.dtype)
-        if key not in self._tables:
-            shifts: Any = [self.regions[region].query_shift for region in regions]
-            self._tables[key] = rotation.tables(torch.cat(shifts), query)
-        return self._tables[key]
+        shifts: Any = [self.regions[region].query_shift for region in regions]
+        return self.remember(key, lambda: rotation.tables(torch.cat(shifts), query))
 
     def _tables_of(
         self,
@@ -141,9 +198,7 @@ class ForwardView:
         if shift is None:
             return None
         key = (name, slots.start, slots.stop, id(rotation), x.device, x.dtype)
-        if key not in self._tables:
-            self._tables[key] = rotation.tables(shift[:, slots], x)
-        return self._tables[key]
+        return self.remember(key, lambda: rotation.tables(shift[:, slots], x))
 
 
 def _are_consecutive(queries: torch.Tensor, keys: torch.Tensor) -> bool:

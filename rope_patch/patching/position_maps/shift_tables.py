@@ -16,6 +16,11 @@ from rope_patch.ops.reference import rotate
 _FRACTION_BITS = 20
 
 
+def count_shift(*shifts: torch.Tensor) -> int:
+    """Return the bits behind a token's point that shifts are counted in: none if all are whole."""
+    return 0 if all(bool((x == x.floor()).all()) for x in shifts) else _FRACTION_BITS
+
+
 class ShiftPositions(NamedTuple):
     """Shifts as our kernels take them; see `rope_patch.ops.rope`."""
 
@@ -115,7 +120,7 @@ class ShiftRotation:
         return turned
 
     def _positions(self, shift: torch.Tensor, device: torch.device) -> ShiftPositions:
-        bits = 0 if bool((shift == shift.floor()).all()) else _FRACTION_BITS
+        bits = count_shift(shift)
         positions = (shift * 2**bits).round().to(torch.int64)
         sections = None
         if shift.ndim == 3:
@@ -124,9 +129,9 @@ class ShiftRotation:
             sections = pairs // (len(self.inv_freq) // shift.shape[-1])
         if positions.device.type == "cpu":
             positions = copy_to_device(positions, device)
-        return ShiftPositions(positions.to(device), self._packed_freqs(bits, device), sections)
+        return ShiftPositions(positions.to(device), self.packed_freqs(bits, device), sections)
 
-    def _packed_freqs(self, bits: int, device: torch.device) -> torch.Tensor:
+    def packed_freqs(self, bits: int, device: torch.device) -> torch.Tensor:
         """Return the frequencies of 2^-bits tokens; they are float32, which the power keeps."""
         if (bits, device) not in self._packed:
             with torch.inference_mode(False):  # later forwards may run outside it

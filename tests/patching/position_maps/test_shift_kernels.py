@@ -114,14 +114,20 @@ def counted():
 
 @contextlib.contextmanager
 def turned_by(kernels):
-    """Have queries and keys turned by these kernels, and rotated by transformers all the same."""
+    """Have queries and keys turned by these kernels, and rotated by transformers all the same.
+
+    Attention is computed as where its own kernel does not run, or takes wider heads.
+    """
     real = ShiftRotation.uses_kernels
 
     def uses_kernels(self, x):
         object.__setattr__(self, "kernels", kernels)
         return real(self, x)
 
-    with mock.patch.object(ShiftRotation, "uses_kernels", uses_kernels):
+    with (
+        mock.patch.object(ShiftRotation, "uses_kernels", uses_kernels),
+        mock.patch("rope_patch.patching.position_maps.fused.mapped_attention", return_value=None),
+    ):
         yield
 
 
