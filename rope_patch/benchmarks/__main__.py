@@ -28,7 +28,7 @@ def gpu(
     out: Annotated[Path | None, typer.Option(help="Folder; out/gpu if left out.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Real weights: a folder, a GGUF file, or `demo` (installed SmolLM2)."),
+        typer.Option(help="SmolLM2's weights: a folder, a GGUF file, or `demo`, if installed."),
     ] = None,
     rivals: Annotated[
         Path | None, typer.Option(help="Others' kernels; see `rope-patch bench --help`.")

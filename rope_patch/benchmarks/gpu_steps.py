@@ -27,6 +27,7 @@ class Sizes:
 
     Attributes:
         model: The default model.
+        trained: The model's trained length; a tuned one's config has another.
         lengths: Tokens of the questions.
         factor: The methods' factor.
         questions: Options of questions on real weights.
@@ -41,6 +42,7 @@ class Sizes:
     """
 
     model: str
+    trained: str
     lengths: str
     factor: str
     questions: str
@@ -56,6 +58,7 @@ class Sizes:
 
 REAL = Sizes(
     model="demo",
+    trained="8192",
     lengths="8192,16384,32768",
     factor="4",
     questions="--tasks rp_niah_multikey_1_ll,perplexity --samples 96 --per-text 4 "
@@ -65,12 +68,13 @@ REAL = Sizes(
     kernels="--lengths 1,128,512,1024,2048,8192,131072 --repeats 20 --no-model-steps",
     self_test="",
     tiles="--lengths 1,16,128,512,1024,2048 --repeats 20",
-    whole="--prompt 32768 --decode 32 --repeats 3 --dtype bfloat16",
+    whole="--factor 8 --prompt 32768 --decode 32 --repeats 3 --dtype bfloat16",
     compiled="--prompt 32768 --decode 32 --repeats 3 --layers 8",
     training="--length 32768 --repeats 3",
 )
 SMALL = Sizes(
     model="tests/assets/tiny-llama",
+    trained="256",
     lengths="128,512",
     factor="2",
     questions="--tasks rp_recall_ll,perplexity --samples 2 --per-text 2 --text emma",
@@ -79,7 +83,7 @@ SMALL = Sizes(
     kernels="--lengths 1,2 --repeats 1 --no-model-steps",
     self_test="--shapes llama-3.2-1b",
     tiles="--lengths 2 --repeats 1 --shapes llama-3-8b --candidates 2",
-    whole="--prompt 300 --decode 2 --repeats 1",
+    whole="--factor 8 --prompt 1024 --decode 2 --repeats 1",
     compiled="--prompt 8 --decode 3 --repeats 1 --backend eager",
     training="--length 64 --repeats 1",
 )
@@ -93,7 +97,7 @@ def day_steps(
     Args:
         folder: Folder of the results.
         sizes: `REAL` or `SMALL`.
-        model: A folder, a GGUF file, a name on the Hub, or `demo`; the sizes' own if None.
+        model: SmolLM2's folder or GGUF file, or `demo`; the sizes' own model if None.
         rivals: Folder with the files of others' kernels, see `rope-patch bench --help`.
     """
     name = model or sizes.model
@@ -166,7 +170,7 @@ def day_steps(
                     "compare",
                     str(tuned / "model"),
                     "none",
-                    sizes.questions,
+                    f"--trained-length {sizes.trained} {sizes.questions}",
                     *out("tuned-questions"),
                 ),
                 ours(
@@ -209,7 +213,7 @@ def day_steps(
             seconds=230,
             commands=(
                 ours(
-                    f"bench {whole} --random-weights --method {_METHODS} --factor 4 {sizes.whole}",
+                    f"bench {whole} --random-weights --method {_METHODS} {sizes.whole}",
                     *out("whole-models", "speed.json"),
                 ),
             ),

@@ -112,8 +112,9 @@ def _decode_calls(
     """Return the calls of all decode steps, the first of which have run."""
     length = ids.shape[1]
     follows = method != PLAIN and get_method(method).is_dynamic
+    target = max(length, _FACTOR * model.config.max_position_embeddings)
     extension = Extension(
-        method, factor=None if follows else _FACTOR, length=length if follows else None
+        method, factor=None if follows else _FACTOR, length=target if follows else None
     )
     timed = make_timed_method(method, model, None if method == PLAIN else extension)
     cache = StaticCache(config=timed.model.config, max_cache_len=length)

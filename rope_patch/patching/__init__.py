@@ -30,7 +30,7 @@ export_lazily(
         "dynamic.rerotation": "KeyRerotation",
         "length_warning": "silence_length_warnings",
         "position_maps.forward_view": "cut_region ForwardView Visibility",
-        "position_maps.mapped_attention": "attend_masked",
+        "position_maps.parts": "attend_masked",
         "position_maps.shift_tables": "ShiftPositions ShiftRotation",
         "positions": "counted_positions",
         "proof.tiny_model": "CannotShrink tiny_config tiny_model",

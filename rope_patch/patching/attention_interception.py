@@ -41,13 +41,11 @@ from rope_patch.utils.errors import Refused
 
 
 class Interceptor(Protocol):
-    """What is called in place of an attention function.
+    """What is called in place of an attention function."""
 
-    Attributes:
-        breaks_graphs: Whether it cannot run within a compiled graph.
-    """
-
-    breaks_graphs: bool
+    @property
+    def breaks_graphs(self) -> bool:
+        """Return whether it cannot run within a compiled graph."""
 
     def attend(self, function: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what `function(module, *args, **kwargs)` would; see transformers' interface."""

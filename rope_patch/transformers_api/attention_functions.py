@@ -211,13 +211,20 @@ def _names_read(function: Any, kind: str) -> frozenset[str]:
     return names
 
 
-@functools.cache
 def _code_names(function: Any) -> frozenset[str]:
     """Return a function's parameters, and the names that it reads from its other arguments."""
+    # Dynamo warns of caches, and does not need them.
+    return (_read_code if torch.compiler.is_compiling() else _read_code_once)(function)
+
+
+def _read_code(function: Any) -> frozenset[str]:
     code = function.__code__
     count = code.co_argcount + code.co_kwonlyargcount
     strings = {each for each in code.co_consts if isinstance(each, str)}
     return frozenset({*code.co_varnames[:count], *strings})
+
+
+_read_code_once = functools.cache(_read_code)
 
 
 def _documents(arguments: dict[str, Any], query: torch.Tensor) -> torch.Tensor | None:

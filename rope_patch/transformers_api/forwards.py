@@ -89,6 +89,12 @@ class ForwardCall:
             self._require_used_name()
         return cache
 
+    def fills_cache(self, decoder: nn.Module) -> bool:
+        """Return whether the forward has a cache, or makes one, as its config says by default."""
+        wants = self.arguments.get("use_cache")
+        wants = getattr(decoder.config, "use_cache", False) if wants is None else wants
+        return bool(wants) or self.cache is not None
+
     def cached_tokens(self) -> Any:
         """Return how many tokens the cache holds: a number, or a tensor of one (static caches).
 

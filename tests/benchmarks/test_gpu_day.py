@@ -173,6 +173,8 @@ def test_every_step_runs_in_little(tmp_path):
     assert (out / "questions" / "report.json").is_file()
     assert (out / "tuned-questions" / "both" / "report.json").is_file()
     compiled = json.loads((out / "compiled" / "compiled.json").read_text())
-    assert {row["mode"] for row in compiled["rows"] if "ms" in row} == {"eager", "compiled"}
+    measured = {(row["method"], row["mode"]) for row in compiled["rows"] if "ms" in row}
+    methods = ("none", "yarn", "dynamic-yarn")
+    assert measured == {(name, mode) for name in methods for mode in ("eager", "compiled")}
     training = json.loads((out / "training-step" / "training-step.json").read_text())
     assert all(0.5 < row["planned_over_peak"] < 2 for row in training["rows"])

@@ -11,7 +11,7 @@ _FOLDER = "rope_patch/patching/position_maps"
 DEFECTS = [
     Defect(
         "a map makes bidirectional attention causal",
-        f"{_FOLDER}/mapped_attention.py",
+        f"{_FOLDER}/parts.py",
         "        if not index:  # later keys, where a mask shows any, are met at their own distance\n"
         "            inside |= places > queries[:, span, None]\n",
         "",

@@ -25,9 +25,9 @@ from rope_patch.patching.attention_interception import (
     layer_index,
     present_function,
 )
-from rope_patch.patching.position_maps.forward_view import ForwardView, Visibility
+from rope_patch.patching.position_maps.forward_view import Visibility
 from rope_patch.patching.position_maps.fused import attend_fused
-from rope_patch.patching.position_maps.parts import attend_by_parts
+from rope_patch.patching.position_maps.parts import attend_by_parts, attend_masked
 from rope_patch.patching.position_maps.position_hooks import PositionHooks
 from rope_patch.patching.position_maps.shift_tables import ShiftRotation
 from rope_patch.patching.undo_log import UndoLog
@@ -51,11 +51,18 @@ class MappedAttention:
         rotation: The layer type's rotation.
     """
 
-    breaks_graphs = True  # what it computes depends on the values of positions
-
     def __init__(self, hooks: PositionHooks, rotation: ShiftRotation) -> None:
+        # Imported for maps alone, because the module registers operators.
+        from rope_patch.patching.position_maps.graph_operator import write_settings
+
         self.hooks = hooks
         self.rotation = rotation
+        self._settings = write_settings(hooks.position_map, hooks.reach, rotation)
+
+    @property
+    def breaks_graphs(self) -> bool:
+        """Return whether the forward has a cache, whose record of positions is Python's."""
+        return self.hooks.graph_positions is None
 
     def attend(
         self,
@@ -74,6 +81,11 @@ class MappedAttention:
         So it is where the layer has a window, beyond which it sees no keys. Elsewhere all that the
         function does with its arguments is done here, or refused (`read_call`).
         """
+        positions = self.hooks.graph_positions
+        if torch.compiler.is_compiling() and positions is not None:
+            return self._attend_in_graph(
+                function, module, positions, query, key, value, attention_mask, **kwargs
+            )
         view = self.hooks.view_of(query, kwargs.get(POSITIONS))
         if not view.is_mapped or kwargs.get("sliding_window") is not None:
             return function(module, query, key, value, attention_mask, *args, **kwargs)
@@ -113,6 +125,28 @@ class MappedAttention:
             return output.transpose(1, 2).contiguous(), None
         output, weights = attend_masked(view, self.rotation, query, key, value, visibility)
         return output.transpose(1, 2).contiguous(), weights
+
+    def _attend_in_graph(
+        self,
+        function: Any,
+        module: Any,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Do `attend` as one operator of a compiled graph."""
+        from rope_patch.patching.position_maps.graph_operator import attend_in_graph
+
+        if kwargs.get("sliding_window") is not None:
+            return function(module, query, key, value, mask, **kwargs)
+        filled = positions.shape[1]
+        call = read_call(
+            function, module, query, key, mask, kwargs, filled=filled, stand_in=_STAND_IN
+        )
+        return attend_in_graph(self._settings, call, positions, query, key, value)
 
 
 Site = tuple[RotaryTraits, list[tuple[nn.Module, str | None]]]
@@ -221,99 +255,3 @@ def _rotates_in_float64(traits: RotaryTraits, layer_type: str | None) -> bool:
     module: Any = traits.rotary.module
     name = f"{traits.rotary.prefixes.get(layer_type, '')}inv_freq"
     return getattr(module, name).dtype == torch.float64
-
-
-_LOGITS = 2**24  # logits that a block of queries has at most
-
-
-def attend_masked(
-    view: ForwardView,
-    rotation: ShiftRotation,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visibility: Visibility,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return attention under any mask, with all logits of a block of queries at once.
-
-    It serves padding, gradients, softcap and dropout, too, and is what the fused parts are tested
-    against. Memory grows linearly with the keys, but for gradients.
-
-    Args:
-        view: The forward's positions.
-        rotation: The layer's rotation.
-        query: Rotated queries, `[B, H, Q, D]`.
-        key: Rotated keys of all tokens, `[B, K, S, D]`.
-        value: `[B, K, S, E]`.
-        visibility: Which keys the queries see, with what else the attention function does.
-
-    Returns:
-        `[B, H, Q, E]` in the query's dtype, and weights `[B, H, Q, S]` where the function returns
-        them.
-    """
-    call = visibility.call
-    rows, heads, steps, _ = query.shape
-    kv_heads, slots = key.shape[1:3]
-    grouped = query.unflatten(1, (kv_heads, heads // kv_heads))
-    turned_keys: dict[int, torch.Tensor] = {}
-    block = max(16, _LOGITS // (rows * heads * slots))
-    outputs, weights = [], []
-    for first in range(0, steps, block):
-        span = slice(first, min(first + block, steps))
-        scores = _mapped_scores(view, rotation, grouped, key, span, turned_keys) * call.scaling
-        if call.softcap is not None:
-            scores = torch.tanh(scores / call.softcap) * call.softcap
-        seen, bias = visibility.of(span)
-        if bias is not None:
-            scores = scores + bias
-        if seen is not None:
-            scores = scores.masked_fill(~seen, -torch.inf)
-        probabilities = _softmax(scores, call.sinks, kv_heads)
-        probabilities = nn.functional.dropout(probabilities, call.dropout)
-        outputs.append(torch.matmul(probabilities.to(value.dtype), value[:, :, None]))
-        if call.returns_weights:
-            weights.append(probabilities)
-    output = torch.cat(outputs, dim=3).flatten(1, 2).to(query.dtype)
-    return output, torch.cat(weights, dim=3).flatten(1, 2) if call.returns_weights else None
-
-
-def _mapped_scores(
-    view: ForwardView,
-    rotation: ShiftRotation,
-    grouped: torch.Tensor,
-    key: torch.Tensor,
-    span: slice,
-    turned_keys: dict[int, torch.Tensor],
-) -> torch.Tensor:
-    """Return the logits of some queries, `[B, K, G, q, S]`, -inf outside of all regions."""
-    wide = torch.promote_types(grouped.dtype, torch.float32)
-    scores: torch.Tensor | None = None
-    places, queries = view.keys.to(key.device)[:, None], view.queries.to(key.device)
-    for index, region in enumerate(view.regions):
-        start, stop = (each[:, span, None].to(key.device) for each in (region.start, region.stop))
-        inside = (places >= start) & (places < stop)
-        if not index:  # later keys, where a mask shows any, are met at their own distance
-            inside |= places > queries[:, span, None]
-        if index and not bool(inside.any()):
-            continue
-        query = grouped[:, :, :, span]
-        if (tables := view.query_tables(index, rotation, query, span)) is not None:
-            query = rotation.turn(query.flatten(1, 2), tables).unflatten(1, query.shape[1:3])
-        if index not in turned_keys:
-            tables = view.key_tables(index, rotation, key)
-            turned_keys[index] = key if tables is None else rotation.turn(key, tables)
-        logits = torch.matmul(query, turned_keys[index][:, :, None].transpose(-1, -2)).to(wide)
-        below = torch.full_like(logits, -torch.inf) if scores is None else scores
-        scores = torch.where(inside[:, None, None], logits, below)
-    assert scores is not None
-    return scores
-
-
-def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, kv_heads: int) -> torch.Tensor:
-    """Return attention weights; 0 for queries that see nothing."""
-    if sinks is not None:
-        column = sinks.to(scores.dtype).view(1, kv_heads, -1, 1, 1)
-        column = column.expand(*scores.shape[:-1], 1)
-        return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
-    is_blind = torch.isneginf(scores).all(-1, keepdim=True)
-    return torch.softmax(scores.masked_fill(is_blind, 0), dim=-1).masked_fill(is_blind, 0)

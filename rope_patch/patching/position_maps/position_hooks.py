@@ -31,9 +31,11 @@ class ForwardState(threading.local):
     Attributes:
         view: What its attentions need to know; None outside of the decoder's forward.
         pending_record: The record of a cache that the decoder has yet to make.
+        graph_positions: Positions of a compiled forward without a cache, `[B, S]` or `[1, S]`.
     """
 
     def __init__(self) -> None:
+        self.graph_positions: torch.Tensor | None = None
         self.view: ForwardView | None = None
         self.pending_record: PositionRecord | None = None
 
@@ -69,6 +71,13 @@ class PositionHooks:
                 "such as yarn"
             )
         if torch.compiler.is_compiling():
+            from rope_patch.patching.position_maps.graph_operator import can_attend_in_graph
+
+            call = ForwardCall(decoder, args, kwargs)
+            tokens, is_alone = call.tokens, not call.fills_cache(decoder)
+            if tokens is not None and is_alone and can_attend_in_graph(decoder.config):
+                self._state.graph_positions = token_positions(call, tokens, 0, shared=False)
+                return
             # Imported here, because the module imports the compiler.
             from rope_patch.patching.dynamic.graph_break import call_outside_graph
 
@@ -132,6 +141,9 @@ class PositionHooks:
     def after_decoder(self, decoder: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Attach the record to a cache that the decoder made (hook of the decoder)."""
         if torch.compiler.is_compiling():
+            if self._state.graph_positions is not None:
+                self._state.graph_positions = None
+                return
             from rope_patch.patching.dynamic.graph_break import call_outside_graph
 
             call_outside_graph(self.finish, output)
@@ -145,6 +157,11 @@ class PositionHooks:
             if isinstance(cache, Cache):
                 attach_record(cache, self._state.pending_record)
         self._state.view = self._state.pending_record = None
+
+    @property
+    def graph_positions(self) -> torch.Tensor | None:
+        """Return the positions of a compiled forward that is one graph; None in all others."""
+        return self._state.graph_positions
 
     def view_of(self, query: torch.Tensor, positions: torch.Tensor | None) -> ForwardView:
         """Return what an attention needs to know of its forward.
