@@ -26,7 +26,6 @@ from rope_patch.patching.attention_interception import (
     present_function,
 )
 from rope_patch.patching.position_maps.forward_view import ForwardView, Visibility
-from rope_patch.patching.position_maps.fused import attend_fused
 from rope_patch.patching.position_maps.parts import attend_by_parts
 from rope_patch.patching.position_maps.position_hooks import PositionHooks
 from rope_patch.patching.position_maps.shift_tables import ShiftRotation
@@ -99,9 +98,13 @@ class MappedAttention:
             stand_in=_STAND_IN,
         )
         visibility = Visibility(call, query, key)
-        fused = attend_fused(view, self.rotation, query, key, value, visibility)
-        if fused is not None:
-            return fused.transpose(1, 2).contiguous(), None
+        if self.rotation.uses_kernels(query):
+            # Imported here, because most patches never need it.
+            from rope_patch.patching.position_maps.fused import attend_fused
+
+            fused = attend_fused(view, self.rotation, query, key, value, visibility)
+            if fused is not None:
+                return fused.transpose(1, 2).contiguous(), None
         has_plain_logits = call.softcap is None and call.dropout == 0 and not call.returns_weights
         needs_gradients = torch.is_grad_enabled() and any(
             each.requires_grad for each in (query, key, value)
