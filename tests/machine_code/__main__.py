@@ -16,8 +16,14 @@ try:
 except ModuleNotFoundError:
     sys.exit("error: triton is not installed, which compiles the kernels: pip install triton")
 
-from machine_code.cross_compilation import COMPARED_JOBS, MODEL_JOBS, TARGETS, VARIANT_JOBS
-from machine_code.launch_code import format_table, read_code
+from machine_code.cross_compilation import (
+    ATTENTION_JOBS,
+    COMPARED_JOBS,
+    MODEL_JOBS,
+    TARGETS,
+    VARIANT_JOBS,
+)
+from machine_code.launch_code import format_attention_table, format_table, read_code
 from machine_code.rival_code import compare, format_comparison, missing
 
 
@@ -27,6 +33,9 @@ def main() -> None:
     parser.add_argument("--target", choices=TARGETS, default="sm_90", help="default: sm_90 (H200)")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--variants", action="store_true", help="other sizes instead of models")
+    sizes.add_argument(
+        "--attention", action="store_true", help="attention at mapped positions instead"
+    )
     sizes.add_argument(
         "--rivals",
         type=Path,
@@ -41,10 +50,14 @@ def main() -> None:
     if options.rivals is not None:
         _print_comparison(options.target, options.rivals, options.json)
         return
-    jobs = VARIANT_JOBS if options.variants else MODEL_JOBS
+    jobs = MODEL_JOBS
+    if options.variants or options.attention:
+        jobs = VARIANT_JOBS if options.variants else ATTENTION_JOBS
     codes = {name: read_code(job, options.target) for name, job in jobs.items()}
     if options.json:
         json.dump({name: asdict(code) for name, code in codes.items()}, sys.stdout)
+    elif options.attention:
+        print(format_attention_table({name: {options.target: x} for name, x in codes.items()}))
     else:
         print(format_table(codes))
 

@@ -15,7 +15,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rope_patch.ops.kernels import cache_write, qk_norm_rope, qk_norm_rope_kernels, rerotate, rope
+from rope_patch.ops import AttentionRegions
+from rope_patch.ops.kernels import (
+    attention,
+    attention_backward,
+    cache_write,
+    qk_norm_rope,
+    qk_norm_rope_kernels,
+    rerotate,
+    rope,
+)
 from rope_patch.ops.kernels.launcher import Launcher, LaunchSpec
 
 TARGETS = {
@@ -34,7 +43,15 @@ ROPE_KERNELS = ("rope", "rope backwards")
 CACHE_KERNELS = ("rope into a cache", "norm into a cache")
 NORM_KERNELS = ("norm", "norm backwards", "norm backwards by output", "norm backwards, frozen")
 
+ATTENTION_KERNELS = ("attention", "gradient of queries", "gradient of keys")
+
+_MODULES = (
+    *(rope, qk_norm_rope, qk_norm_rope_kernels, rerotate, cache_write),
+    *(attention, attention_backward),
+)
+
 _SLOTS = 8192  # of a cache
+_REGIONS = 3  # of a position map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +59,8 @@ class Job:
     """One launch in bfloat16, in the memory layout of projections.
 
     Attributes:
-        kernel: One of `ROPE_KERNELS`, `NORM_KERNELS`, `CACHE_KERNELS`, "re-rotation" or "sum of
-            weights".
+        kernel: One of `ROPE_KERNELS`, `NORM_KERNELS`, `CACHE_KERNELS`, `ATTENTION_KERNELS`,
+            "re-rotation" or "sum of weights".
         head_dim: D.
         rotary_dim: R; None: all of D.
         heads: Numbers of query and of key heads.
@@ -124,6 +141,18 @@ VARIANT_JOBS = {
     "sum of weights of all heads": Job(kernel="sum of weights", head_dim=128, norm_all_heads=True),
 }
 
+ATTENTION_JOBS = {
+    "Llama 3 8B, a prompt": Job(kernel="attention", head_dim=128),
+    "SmolLM2 135M, a prompt": Job(kernel="attention", **_SMOL),
+    "Gemma 3 12B, a prompt": Job(kernel="attention", **_GEMMA),
+    "Llama 3 8B, one token": Job(kernel="attention", head_dim=128, tokens=1),
+    **{
+        f"{model}, {kernel}": Job(kernel=kernel, **sizes)
+        for model, sizes in (("Llama 3 8B", _QWEN), ("SmolLM2 135M", _SMOL))
+        for kernel in ATTENTION_KERNELS[1:]
+    },
+}
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -163,6 +192,8 @@ class LaunchRecorder(Launcher):
 
 def record_launch(job: Job) -> Launch:
     """Return the recorded launch of a job."""
+    if job.kernel in ATTENTION_KERNELS:
+        return _record_attention(job)
     rotary_dim = job.rotary_dim or job.head_dim
     q, k = (_empty(1, job.tokens, n, job.head_dim).transpose(1, 2) for n in job.heads)
     shapes = [(n, job.head_dim) if job.norm_all_heads else (job.head_dim,) for n in job.heads]
@@ -204,12 +235,32 @@ def record_launch(job: Job) -> Launch:
     return recorders[qk_norm_rope, f"_{direction}_launcher"].launch
 
 
+def _record_attention(job: Job) -> Launch:
+    """Return the recorded launch of attention over as many keys as a cache has slots."""
+    q = _empty(1, job.tokens, job.heads[0], job.head_dim).transpose(1, 2)
+    k = _empty(1, job.heads[1], _SLOTS, job.head_dim)
+    spans = _empty(1, _REGIONS, job.tokens, dtype=torch.int32)
+    shifts = (_empty(1, _REGIONS, n, 1, dtype=torch.int64) for n in (job.tokens, _SLOTS))
+    turns = _empty(_REGIONS, dtype=torch.int32)
+    packed_freqs = _empty(job.head_dim // 2 + 1, dtype=torch.int64)
+    regions = AttentionRegions(spans, spans, *shifts, turns, packed_freqs)
+    how: Any = (regions, job.head_dim**-0.5, None, False)
+    with _recorders() as recorders:
+        if job.kernel == "attention":
+            attention.launch(q, k, k, None, *how, attention.count_splits(q, k))
+            return recorders[attention, "_launcher"].launch
+        lse = _empty(*q.shape[:3], dtype=torch.float32)
+        attention_backward.launch_backward(q, q, k, k, q, lse, *how)
+        side = "query" if job.kernel == "gradient of queries" else "key"
+        return recorders[attention_backward, f"_{side}_launcher"].launch
+
+
 @contextmanager
 def _recorders() -> Iterator[dict[Any, LaunchRecorder]]:
     """Let all launchers record; yield the recorders by module and name."""
     launchers = {
         (module, name): value
-        for module in (rope, qk_norm_rope, rerotate, qk_norm_rope_kernels, cache_write)
+        for module in _MODULES
         for name, value in vars(module).items()
         if isinstance(value, Launcher)
     }

@@ -11,6 +11,7 @@ from typing import Any
 import triton
 
 from machine_code.cross_compilation import (
+    ATTENTION_KERNELS,
     CACHE_KERNELS,
     TARGETS,
     Job,
@@ -72,7 +73,7 @@ def read_code(job: Job, target: str) -> Code:
     """Compile a job's launch and read its code."""
     launch = record_launch(job)
     code, instructions = read_launch(launch, target)
-    if instructions and job.kernel not in ("sum of weights", *CACHE_KERNELS):
+    if instructions and job.kernel not in ("sum of weights", *CACHE_KERNELS, *ATTENTION_KERNELS):
         count_instructions(code, job, list(_paths(job, launch, instructions)))
     return code
 
@@ -129,6 +130,20 @@ def format_table(codes: dict[str, Code]) -> str:
         time = "" if code.microseconds is None else f"{code.microseconds:.2f} µs"
         cells = (name, code.registers, code.warps_per_sm, instructions, share, time)
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def format_attention_table(codes: dict[str, dict[str, Code]]) -> str:
+    """Return a Markdown table of attention's codes by name and target."""
+    lines = [
+        "| launch | target | rows, keys of a tile | registers | spilled, bytes | warps per SM |",
+        "|:--|:--|--:|--:|--:|--:|",
+    ]
+    for name, targets in codes.items():
+        for target, code in targets.items():
+            tile = f"{code.constants['M']}, {code.constants['N']}"
+            cells = (name, target, tile, code.registers, code.spilled, code.warps_per_sm)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from helpers.processes import python_path
 
 pytest.importorskip("triton")
 
-from machine_code.cross_compilation import MODEL_JOBS, VARIANT_JOBS
+from machine_code.cross_compilation import ATTENTION_JOBS, MODEL_JOBS, VARIANT_JOBS
 from machine_code.launch_code import Code, format_table
 from machine_code.rival_code import OURS, format_comparison
 from machine_code.sass import TOOLS
@@ -83,6 +83,10 @@ if RELEASE in ("3.8", "3.9"):  # they take more, and nothing was timed with them
 
 # Bytes, where a release has no register for them.
 SPILLED = {("3.8", "sm_90", "norm backwards by output, 64, neighbours"): 8}
+
+# Bytes that attention at mapped positions may spill, by what the job's name ends with: its key
+# gradients have more sums than registers, and heads of 256 dimensions fill a tile.
+ATTENTION_SPILLED = {"Gemma 3 12B, a prompt": 256, "one token": 32, "gradient of keys": 700}
 
 # Above 70%, a kernel cannot reach the memory's bandwidth.
 SHARES = {"Llama": 0.5, "Qwen3": 0.5, "Gemma": 0.5, "SmolLM2": 0.7, "OLMo": 0.7}
@@ -210,6 +214,20 @@ def test_no_registers_are_spilled(target, name, code, record_property):
     assert spilled or not [x for x in code.names if x.startswith(("LDL", "STL"))]
     limits = REGISTERS if name in MODEL_JOBS else VARIANT_REGISTERS
     assert code.registers <= EXCEPTIONS.get((target, name), limits[JOBS[name].kernel])
+
+
+@pytest.mark.slow
+@documented
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("name", ATTENTION_JOBS)
+def test_attention_spills_no_more_than_is_said(target, name, compile_jobs):
+    code = compile_jobs(target, "--attention")[name]
+    limits = [limit for end, limit in ATTENTION_SPILLED.items() if name.endswith(end)]
+    assert code.spilled <= max(limits, default=0)
+    assert any(kind.startswith(("HMMA", "HGMMA", "UTCHMMA")) for kind in code.names)
+    cells = (name, target, f"{code.constants['M']}, {code.constants['N']}", code.registers)
+    row = f"| {' | '.join(map(str, (*cells, code.spilled, code.warps_per_sm)))} |"
+    assert row in (DOCS / "kernels.md").read_text()
 
 
 @cases(NVIDIA, lambda job: job.kernel != "sum of weights" and job.tokens > 1)

@@ -11,6 +11,7 @@ import torch
 from rope_patch.benchmarks.kernels.problems import SHAPES, Shape
 from rope_patch.ops.dispatch import is_interpreted, triton_unavailable_reason
 from rope_patch.ops.self_check import (
+    MAPPED_ATTENTION,
     QK_NORM_ROPE,
     QK_NORM_ROPE_INTO_CACHE,
     REROTATE,
@@ -180,6 +181,11 @@ def _variants(
         yield f"{REROTATE}, several layers", replace(keys, several_layers=True)
     op = QK_NORM_ROPE_INTO_CACHE if forward.has_norms else ROPE_INTO_CACHE
     yield op, replace(forward, op=op, value_dim=head_dim)
+    if not forward.sections and device.type == "cuda":  # the interpreter would take minutes
+        mapped: Any = {"op": MAPPED_ATTENTION, "value_dim": head_dim, "norm_all_heads": False}
+        yield MAPPED_ATTENTION, replace(backward, tile_rows=128, **mapped)
+        step = replace(forward, tile_rows=16, shares_keys=True, **mapped)
+        yield f"{MAPPED_ATTENTION}, a step", step
 
 
 def _test(kernel: str, shape: str, variant: KernelVariant, batch: int, tokens: int) -> Row:

@@ -330,10 +330,15 @@ def tile_size(q: torch.Tensor, k: torch.Tensor, sizes: dict[str, int]) -> tuple[
     rows = q.shape[2] * sizes["GROUP"]
     if INTERPRETED:  # several tiles even of short texts
         return _LEAST, _LEAST, 1
-    # Products in float32 take no tensor cores, and twice the registers.
-    is_wide = sizes["D"] > 128 or q.dtype == torch.float32
-    tile = min(64 if is_wide else 128, _pad(rows))
-    return tile, 32 if is_wide else 64, 4 if tile <= 64 else 8
+    # The most that fit into registers on sm_80 and sm_90; tests/machine_code counts them. Products
+    # in float32 take no tensor cores.
+    if q.dtype == torch.float32:
+        tile, keys, warps = 64, 32, 4
+    elif sizes["D"] > 128:
+        tile, keys, warps = 64, 16, 8
+    else:
+        tile, keys, warps = 128, 32, 8
+    return (tile, keys, warps) if _pad(rows) >= tile else (_pad(rows), keys, 4)
 
 
 def _pad(size: int) -> int:

@@ -288,10 +288,10 @@ def _make_spec(tensors: tuple[torch.Tensor, ...], settings: Any) -> LaunchSpec:
     q, k, v, *_ = tensors
     sizes = head_sizes(q, k, v, regions)
     tile, keys, warps = tile_size(q, k, sizes)
-    if not INTERPRETED:  # there are more sums than in the forward pass
-        tile, keys, warps = min(tile, 64), min(keys, 32), 4
     rows = q.shape[2] * sizes["GROUP"]
     is_keys = len(tensors) == 6
+    if not INTERPRETED:  # there are more sums in registers than in the forward pass
+        tile, keys, warps = min(tile, 16 if is_keys else 32), min(keys, 32), 8
     programs = triton.cdiv(k.shape[2], keys) if is_keys else triton.cdiv(rows, tile)
     strides = [step for x in tensors for step in x.stride()]
     return LaunchSpec(

@@ -30,13 +30,11 @@ def attend_fused(
         visibility: Which keys the queries see, with what else the attention function does.
 
     Returns:
-        `[B, H, Q, E]`, 0 for padding; None where Triton does not run, where the function does what
-        the kernel does not (dropout, weights as a result), and under masks of another form.
+        `[B, H, Q, E]`, 0 for padding; None where the kernel does not run, where the function does
+        what the kernel does not (dropout, weights as a result), and under masks of another form.
     """
     call = visibility.call
-    if call.dropout or call.returns_weights or not rotation.uses_kernels(query):
-        return None
-    if not view.sees_runs(visibility):
+    if call.dropout or call.returns_weights or not view.sees_runs(visibility):
         return None
     tables = view.remember(
         ("fused", id(rotation), query.device), lambda: _make_regions(view, rotation, query.device)

@@ -16,7 +16,7 @@ import torch
 from rope_patch.methods.position_map import PositionMap, Region
 from rope_patch.methods.registry import build
 from rope_patch.patching.position_maps.forward_view import ForwardView, Visibility
-from rope_patch.patching.position_maps.parts import attend_by_parts, attend_masked
+from rope_patch.patching.position_maps.parts import attend, attend_masked
 from rope_patch.patching.position_maps.shift_tables import ShiftRotation
 from rope_patch.transformers_api.attention_functions import AttentionCall
 from rope_patch.transformers_api.models import attention_implementation
@@ -119,26 +119,26 @@ def mapped_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the weights, which are empty where the function returns none."""
     how = (scaling, softcap, dropout, adds_mask, hides_keys, first_ahead, returns_weights)
-    output, weights = _attend(
-        query, key, value, positions, mask, sinks, documents, settings, *how, may_fuse=True
+    view, rotation, visibility = _read(
+        query, key, positions, mask, sinks, documents, settings, *how
     )
+    with torch.no_grad():  # the operator has gradients of its own
+        output, weights = attend(view, rotation, query, key, value, visibility)
     output = output.transpose(1, 2).contiguous()
     return output, query.new_empty(0) if weights is None else weights
 
 
-def _attend(
+def _read(
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor,
     positions: torch.Tensor,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
     documents: torch.Tensor | None,
     settings: str,
     *how: Any,
-    may_fuse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output, `[B, H, Q, E]`, and the weights."""
+) -> tuple[ForwardView, ShiftRotation, Visibility]:
+    """Return what an operator's arguments say about the forward, the rotation and the mask."""
     scaling, softcap, dropout, adds_mask, hides_keys, first_ahead, returns_weights = how
     call = AttentionCall(
         scaling, softcap, sinks, dropout, mask, adds_mask, hides_keys, first_ahead, documents,
@@ -148,12 +148,7 @@ def _attend(
     view = ForwardView(position_map, reach, positions, positions, filled=positions.shape[1])
     if not view.is_mapped:  # every key at its own distance
         view.regions = [Region(torch.zeros_like(positions), positions + 1)]
-    visibility = Visibility(call, query, key)
-    is_plain = softcap is None and not dropout and not returns_weights
-    if may_fuse and is_plain and view.is_mapped and view.is_causal(visibility):
-        output = attend_by_parts(view, rotation, query, key, value, scaling, sinks=sinks)
-        return output, None
-    return attend_masked(view, rotation, query, key, value, visibility)
+    return view, rotation, Visibility(call, query, key)
 
 
 @mapped_attention.register_fake
@@ -183,16 +178,16 @@ def mapped_attention_backward(
     """Return the gradients of queries, keys, values, and sinks if there are any."""
     how = (scaling, softcap, 0.0, adds_mask, hides_keys, first_ahead, False)
 
-    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+    def attend_again(*inputs: torch.Tensor) -> torch.Tensor:
         q, k, v, *rest = inputs
         own_sinks = rest[0] if rest else None
-        return _attend(
-            q, k, v, positions, mask, own_sinks, documents, settings, *how, may_fuse=False
-        )[0]
+        forward = _read(q, k, positions, mask, own_sinks, documents, settings, *how)
+        view, rotation, visibility = forward
+        return attend_masked(view, rotation, q, k, v, visibility)[0]
 
     # An operator runs below autograd, where `torch.autograd.grad` would record nothing.
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
-    pulled: Any = torch.func.vjp(attend, *inputs)  # the output, and its pull-back
+    pulled: Any = torch.func.vjp(attend_again, *inputs)  # the output, and its pull-back
     return [grad.contiguous() for grad in pulled[1](output_grad.transpose(1, 2))]
 
 

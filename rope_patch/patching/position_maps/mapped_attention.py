@@ -26,8 +26,7 @@ from rope_patch.patching.attention_interception import (
     present_function,
 )
 from rope_patch.patching.position_maps.forward_view import Visibility
-from rope_patch.patching.position_maps.fused import attend_fused
-from rope_patch.patching.position_maps.parts import attend_by_parts, attend_masked
+from rope_patch.patching.position_maps.parts import attend
 from rope_patch.patching.position_maps.position_hooks import PositionHooks
 from rope_patch.patching.position_maps.shift_tables import ShiftRotation
 from rope_patch.patching.undo_log import UndoLog
@@ -111,19 +110,7 @@ class MappedAttention:
             stand_in=_STAND_IN,
         )
         visibility = Visibility(call, query, key)
-        fused = attend_fused(view, self.rotation, query, key, value, visibility)
-        if fused is not None:
-            return fused.transpose(1, 2).contiguous(), None
-        has_plain_logits = call.softcap is None and call.dropout == 0 and not call.returns_weights
-        needs_gradients = torch.is_grad_enabled() and any(
-            each.requires_grad for each in (query, key, value)
-        )
-        if has_plain_logits and not needs_gradients and view.is_causal(visibility):
-            output = attend_by_parts(
-                view, self.rotation, query, key, value, call.scaling, sinks=call.sinks
-            )
-            return output.transpose(1, 2).contiguous(), None
-        output, weights = attend_masked(view, self.rotation, query, key, value, visibility)
+        output, weights = attend(view, self.rotation, query, key, value, visibility)
         return output.transpose(1, 2).contiguous(), weights
 
     def _attend_in_graph(

@@ -18,6 +18,45 @@ from rope_patch.patching.position_maps.shift_tables import ShiftPositions, Shift
 _AHEAD = 64  # keys that are rotated for far queries in advance, so that few steps rotate any
 
 
+def attend(
+    view: ForwardView,
+    rotation: ShiftRotation,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visibility: Visibility,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return attention by the fastest way that does all that the function does.
+
+    Args:
+        view: The forward's positions.
+        rotation: The layer's rotation.
+        query: Rotated queries, `[B, H, Q, D]`.
+        key: Rotated keys of all tokens, `[B, K, S, D]`.
+        value: `[B, K, S, E]`.
+        visibility: Which keys the queries see, with what else the attention function does.
+
+    Returns:
+        See `attend_masked`.
+    """
+    if rotation.uses_kernels(query):
+        # Imported here, because most patches never need it.
+        from rope_patch.patching.position_maps.fused import attend_fused
+
+        fused = attend_fused(view, rotation, query, key, value, visibility)
+        if fused is not None:
+            return fused, None
+    call = visibility.call
+    has_plain_logits = call.softcap is None and call.dropout == 0 and not call.returns_weights
+    needs_gradients = torch.is_grad_enabled() and any(
+        each.requires_grad for each in (query, key, value)
+    )
+    if has_plain_logits and not needs_gradients and view.is_causal(visibility):
+        sinks = call.sinks
+        return attend_by_parts(view, rotation, query, key, value, call.scaling, sinks=sinks), None
+    return attend_masked(view, rotation, query, key, value, visibility)
+
+
 def attend_by_parts(
     view: ForwardView,
     rotation: ShiftRotation,

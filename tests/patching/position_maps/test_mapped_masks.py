@@ -360,7 +360,7 @@ def test_maps_on_an_encoding_that_scales_keys_are_refused():
     assert torch.equal(forward(model, tokens(LONG)), expected)
 
 
-MASKED = "position_maps.mapped_attention.attend_masked"  # what stores logits
+MASKED = "position_maps.parts.attend_masked"  # what stores logits
 
 
 @pytest.mark.parametrize("chunks", [[LONG], [100, 30, LONG - 130]])
