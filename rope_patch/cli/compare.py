@@ -49,6 +49,7 @@ def compare(
     server_options: options.ServerOptions,
     seed: options.Seed = 42,
     out: Folder = Path("out"),
+    plan: options.Plan = False,
     as_json: options.Json = False,
 ) -> None:
     """Compare what methods gain at length and cost at short.
@@ -105,4 +106,4 @@ def compare(
     )
     if server is not None:
         request = replace(request, model=model)
-    run_and_report(request, as_json, server, other)
+    run_and_report(request, as_json, server, other, plan)

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_patch.cli import options
-from rope_patch.cli.runtime import VERDICT, handle_interrupt, requires_extra, show, show_report
+from rope_patch.cli.runtime import (
+    VERDICT,
+    handle_interrupt,
+    requires_extra,
+    show,
+    show_report,
+    show_result,
+)
 from rope_patch.evaluation.entry_points import is_address
 from rope_patch.methods import list_methods
 
@@ -24,6 +31,7 @@ def run_and_report(
     as_json: bool,
     server: dict[str, Any] | None = None,
     other: str | None = None,
+    plan: bool = False,
 ) -> None:
     """Run an evaluation and print its report; exit with 1 if a part of it is missing.
 
@@ -32,6 +40,7 @@ def run_and_report(
         as_json: Whether to print JSON.
         server: The fields of `ServedRequest`, where the request's model is a server's address.
         other: The address of a second server to compare it with.
+        plan: Whether to print the plan of the run, and measure nothing.
     """
     needed = ("lm_eval", "datasets", "matplotlib", "scipy")
     with requires_extra("evaluation needs", "eval", *needed):
@@ -46,6 +55,13 @@ def run_and_report(
             run = partial(pipeline.run, served=ServedRequest(**server))
             if other is not None:
                 run = partial(pipeline.run_two, other=other, served=ServedRequest(**server))
+    if plan:
+        if server is not None:
+            raise ValueError("--plan times a pass of a model here, got a server: leave it out")
+        from rope_patch.evaluation.pipeline import plan as make_plan
+
+        show_result(make_plan(request), as_json)
+        return
     with handle_interrupt():
         results = run(request, show=None if as_json else show)
     show_report(request.folder, as_json)

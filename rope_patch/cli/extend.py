@@ -58,6 +58,7 @@ def extend(
     trust_remote_code: options.TrustRemoteCode = False,
     out: Path = option(Path("out/extend"), "A new folder, or the one to continue in."),
     seed: options.Seed = 42,
+    plan: options.Plan = False,
     as_json: options.Json = False,
 ) -> None:
     """Take a checkpoint to a longer context, with the proof beside it.
@@ -78,7 +79,7 @@ def extend(
       rope-patch extend ./my-model --to 32k --budget 8h --train --data ./long-documents
     """
     with study("extending needs", "all"):
-        from rope_patch.extending import extend
+        from rope_patch.extending import Extended, extend
         from rope_patch.extending.request import PUBLISHED
 
         result = extend(
@@ -100,8 +101,9 @@ def extend(
             device_map=device_map,
             trust_remote_code=trust_remote_code,
             seed=seed,
+            plan=plan,
             command=command_line(),
         )
     show_result(result, as_json)
-    if result.outcome != PUBLISHED:
+    if isinstance(result, Extended) and result.outcome != PUBLISHED:
         raise typer.Exit(NOTHING_SHOWN)

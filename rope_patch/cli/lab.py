@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from rope_patch.cli import options
 from rope_patch.cli.options import option
-from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra, show_report
+from rope_patch.cli.runtime import (
+    command_line,
+    handle_interrupt,
+    requires_extra,
+    show_report,
+    show_result,
+)
 from rope_patch.utils.errors import Refused
+
+logger = logging.getLogger("rope_patch")
 
 
 def lab(
@@ -40,6 +49,7 @@ def lab(
     out: Path = option(
         Path("out/lab"), "Folder of the report, and of what a later run continues from."
     ),
+    plan: options.Plan = False,
     as_json: options.Json = False,
 ) -> None:
     """Train a tiny decoder with each positional encoding, and test each beyond its length.
@@ -59,7 +69,7 @@ def lab(
 
     with requires_extra("the lab's report needs", "eval"):
         from rope_patch.lab.report import write_report
-    from rope_patch.lab.pipeline import run_lab
+    from rope_patch.lab.pipeline import plan_lab, run_lab
 
     text_steps, recall_steps = _steps(steps, quick)
     default_length = lab_settings.QUICK_LENGTH if quick else lab_settings.LENGTH
@@ -76,6 +86,12 @@ def lab(
     if at_once < 1:
         raise Refused(f"--processes must be at least 1, got {at_once}")
     with handle_interrupt():
+        expected = plan_lab(settings, at_once)
+        if plan:
+            show_result(expected, as_json)
+            return
+        for line in str(expected).splitlines():
+            logger.info("plan: %s", line)
         results = run_lab(settings, out, at_once, command_line())
     write_report(results, out, None if as_json else print)
     show_report(out, as_json)

@@ -148,6 +148,14 @@ TrustRemoteCode = Annotated[
         "need. Read it first: it may do anything.",
     ),
 ]
+Plan = Annotated[
+    bool,
+    typer.Option(
+        "--plan",
+        help="Say what would be measured, how long it takes on this machine and what it can "
+        "decide. Measures and writes nothing.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Another seed makes other samples.")]
 StateFolder = Annotated[
     Path, typer.Option(help="Folder for the result, and for the state to continue from.")

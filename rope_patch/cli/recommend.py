@@ -41,6 +41,7 @@ def recommend(
     layers: options.LayerOptions,
     loading: options.LoadingOptions,
     seed: options.Seed = 42,
+    plan: options.Plan = False,
     as_json: options.Json = False,
 ) -> None:
     """Measure on a model which method to use at a length.
@@ -54,7 +55,7 @@ def recommend(
     \b
     Examples:
       rope-patch recommend demo --length 16384 --minutes 60
-      rope-patch recommend ./my-model --length 32768 --minutes 20 --no-search
+      rope-patch recommend ./my-model --length 32768 --minutes 20 --plan
       rope-patch recommend ./my-model --length 32768 --minutes 60 --for vllm,llama.cpp
     """
     with study("recommending needs", "search"):
@@ -72,9 +73,10 @@ def recommend(
             search=search,
             engines=options.split_commas(",".join(engines or ())),
             seed=seed,
+            plan=plan,
             folder=out,
             command=command_line(),
             **layers.arguments(),
             **loading.arguments(),
         )
-    show_result(result, as_json, out / MARKDOWN_FILE)
+    show_result(result, as_json, None if plan else out / MARKDOWN_FILE)

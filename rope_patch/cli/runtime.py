@@ -58,11 +58,14 @@ def requires_extra(subject: str, extra: str, *packages: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handle_interrupt(hint: str = "the same command continues from here") -> Iterator[None]:
-    """Exit on Ctrl-C with a hint how to continue and the exit code that shells expect."""
+    """Run long work: exit on Ctrl-C with a hint how to continue, and never be silent for long."""
     import typer  # not with this module, which `main` imports before it handles Ctrl-C
 
+    from rope_patch.utils.terminal import never_silent
+
     try:
-        yield
+        with never_silent():
+            yield
     except KeyboardInterrupt:
         import typer  # below `interruptible`, which handles a SIGINT during imports
 

@@ -20,6 +20,9 @@ def search(
         "(evolution, a number for each pair), yarn-rcd or ntk-rcd (about ten critical dimensions).",
     ),
     evaluations: int = option(200, "Candidates to measure, at most."),
+    minutes: float | None = option(
+        None, "Minutes for measuring, the comparison in the end included; no limit if left out."
+    ),
     fitness: str | None = option(
         None,
         "What is to be small: the loss of answers to `needles`, of `documents`, `both`, or of "
@@ -62,6 +65,7 @@ def search(
     ),
     loading: options.LoadingOptions,
     seed: options.Seed = 42,
+    plan: options.Plan = False,
     as_json: options.Json = False,
 ) -> None:
     """Search the best frequencies for one checkpoint at a length.
@@ -96,6 +100,8 @@ def search(
             factor=factor,
             method=strategy,
             budget=evaluations,
+            minutes=minutes,
+            plan=plan,
             fitness=fitness,
             text=text or None,
             samples=samples,
@@ -110,7 +116,7 @@ def search(
             **loading.arguments(),
             **options.parse_options(strategy_option),
         )
-    show_result(result, as_json, out / "found.json")
+    show_result(result, as_json, None if plan else out / "found.json")
 
 
 def _parse_held_out(value: str | None) -> int | str | None:

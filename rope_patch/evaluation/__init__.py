@@ -7,7 +7,7 @@ export_lazily(
     {
         "answers": "Question",
         "decision_plan": (
-            "ANSWER_DEVIATION DEPTH_ANSWER_DEVIATION has_equal_depths "
+            "ANSWER_DEVIATION DEPTH_ANSWER_DEVIATION has_equal_depths PassTime "
             "plan_sentences TEXT_DEVIATION text_deviation"
         ),
         "encoding_facts": "model_lengths RowsGuard",

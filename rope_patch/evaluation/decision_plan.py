@@ -1,19 +1,29 @@
-"""The decision plan: what a run can decide, computed and said before it starts."""
+"""The plan of a run: what it measures, how long that takes here, and what it can decide.
+
+`compare`, `recommend`, `search`, `extend` and `lab` say it before they start; with `--plan` they
+say it and stop.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
 
 from rope_patch import statistics
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.request import BASELINE, EvalRequest
 from rope_patch.evaluation.results_schema import UnscoredSample
+from rope_patch.inference.prefix_reader import input_device
 from rope_patch.statistics import SIGNIFICANCE_LEVEL
 from rope_patch.tasks import question_of, text_of
+from rope_patch.utils.terminal import format_duration
 
 logger = logging.getLogger("rope_patch")
 
@@ -33,7 +43,124 @@ _MEASURED_ON = "SmolLM2-135M"
 _EXAMPLES = (1.0, 0.5)  # effects in nats a token: answers' tokens 2.7 and 1.6 times as likely
 _MAX_SAMPLES = 2000  # samples a task that are tried for a usable length
 
+_TIMED_SECONDS = 1.0  # a pass that takes as long is told from the costs of calling a model
+_MOST_TIMED = 2048  # tokens of the longest pass that is timed
+
 Planned = Mapping[tuple[str, int], Sequence[UnscoredSample]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run measures, how long that takes on this machine, and what it can decide.
+
+    Attributes:
+        measures: What is measured, a line each.
+        seconds: About how long that takes, from one short pass.
+        budget: Seconds that the run may take; None where it has no budget.
+        reserve: Seconds of them that the run's end takes, whatever the budget.
+        decides: What the run can decide, a sentence each.
+        missing: Why it is not enough for a verdict, and how long one takes; "" if it is enough.
+    """
+
+    measures: tuple[str, ...]
+    seconds: float
+    budget: float | None = None
+    reserve: float = 0.0
+    decides: tuple[str, ...] = ()
+    missing: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        budget = "" if self.budget is None else f", of {format_duration(self.budget)} allowed"
+        missing = [f"not enough for a verdict: {self.missing}"] * bool(self.missing)
+        return "\n".join(
+            [
+                *(f"measures: {each}" for each in self.measures),
+                f"takes: about {format_duration(self.seconds)} on this machine{budget}",
+                *(f"decides: {each}" for each in self.decides),
+                *missing,
+            ]
+        )
+
+
+def try_plan(make: Callable[[], RunPlan]) -> RunPlan | None:
+    """Return the plan of a run that begins, or None where the timed pass fails.
+
+    What fails here fails again where the run says which part of it is missing.
+
+    Args:
+        make: Returns the plan.
+    """
+    try:
+        return make()
+    except Exception as error:
+        logger.debug("the plan's timed pass failed: %s", error)
+        return None
+
+
+class PassTime:
+    """The time of a model's forward passes, from one short pass on this machine.
+
+    Longer passes cost by their multiplications: of weights once a token, of attention once a pair
+    of tokens.
+
+    Args:
+        model: A causal language model, patched or not.
+        longest: Tokens of the longest pass to tell the time of.
+    """
+
+    def __init__(self, model: Any, longest: int) -> None:
+        text = model.config.get_text_config(decoder=True)
+        embedded = model.get_input_embeddings().weight.numel()
+        self._weights = max(model.num_parameters() - embedded, 1)
+        heads = getattr(text, "num_attention_heads", 1)
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        self._attention = 2 * text.num_hidden_layers * heads * width
+        self._tokens, self._seconds = self._time(model, min(longest, _MOST_TIMED))
+
+    def seconds(self, tokens: int) -> float:
+        """Return about how long a pass of so many tokens takes."""
+        return self._seconds * self._cost(tokens) / self._cost(self._tokens)
+
+    def _cost(self, tokens: int) -> float:
+        return self._weights * tokens + self._attention * tokens**2
+
+    @torch.no_grad()
+    def _time(self, model: Any, most: int) -> tuple[int, float]:
+        """Double the tokens of a pass until it takes a while; return its tokens and its seconds."""
+        tokens, device = min(64, most), input_device(model)
+        while True:
+            ids = torch.ones(1, tokens, dtype=torch.long, device=device)
+            started = time.monotonic()
+            # `item` waits for a GPU.
+            model(ids, use_cache=False, logits_to_keep=1).logits[0, -1, 0].item()
+            seconds = max(time.monotonic() - started, 1e-6)
+            if seconds >= _TIMED_SECONDS or tokens == most:
+                return tokens, seconds
+            tokens = min(2 * tokens, most)
+
+
+def effect_sentence(texts: int, methods: int, length: int, family: str = "methods") -> str:
+    """Return which gain over the plain model one question about each text shows.
+
+    Args:
+        texts: The number of texts, at least as many as decide.
+        methods: How many are compared with the plain model.
+        length: Tokens.
+        family: What they are, in the plural.
+    """
+    deviation = text_deviation(1)
+    level = SIGNIFICANCE_LEVEL / max(methods, 1)
+    effect = statistics.smallest_effect(texts, deviation, level)
+    holm = f" after Holm over {methods} {family}" if methods > 1 else ""
+    return (
+        f"with {texts} texts at {length:,} tokens, a gain over the plain model of {effect:.1f} "
+        f"nats a token or more (p < {SIGNIFICANCE_LEVEL}{holm}). That holds "
+        f"{_assumption(deviation)}"
+    )
 
 
 def log_plan(request: EvalRequest, planned: Planned, trained_length: int) -> None:
@@ -71,6 +198,26 @@ def plan_sentences(request: EvalRequest, planned: Planned, trained_length: int) 
             "what a method gains; give a longer one among --lengths"
         ]
     return [*_likelihood_sentences(request, planned, length, methods), *by_accuracy]
+
+
+def texts_short_of_verdict(request: EvalRequest, planned: Planned) -> tuple[int, int] | None:
+    """Return the texts at the longest length and those that decide; None if they are enough.
+
+    Args:
+        request: What to evaluate.
+        planned: The samples of each retrieval task and length.
+    """
+    methods, length = len(set(request.methods) - {BASELINE}), max(request.lengths)
+    texts = {
+        (text_of(name), sample["text"])
+        for (name, at), samples in planned.items()
+        if at == length
+        for sample in samples
+    }
+    if not methods or not texts or BASELINE not in request.methods or request.until_decided:
+        return None
+    least = statistics.least_texts(SIGNIFICANCE_LEVEL / methods)
+    return (len(texts), least) if len(texts) < least else None
 
 
 def text_deviation(questions: float, has_equal_depths: bool = False) -> float:

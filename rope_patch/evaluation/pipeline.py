@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rope_patch.evaluation.decision_plan import log_plan
+from torch import nn
+
+from rope_patch.evaluation.decision_plan import (
+    PassTime,
+    RunPlan,
+    log_plan,
+    plan_sentences,
+    texts_short_of_verdict,
+    try_plan,
+)
 from rope_patch.evaluation.measures import external_tasks, lm_eval_tasks, speed
 from rope_patch.evaluation.measures.external_tasks import ExternalResults
 from rope_patch.evaluation.perplexity_run import PerplexityRun
 from rope_patch.evaluation.report.conclusions import find_gaps, gap_sentence
-from rope_patch.evaluation.request import BASELINE, SPEED, EvalRequest, check_request
+from rope_patch.evaluation.request import (
+    BASELINE,
+    PERPLEXITY,
+    SPEED,
+    EvalRequest,
+    check_request,
+)
 from rope_patch.evaluation.results_schema import (
     CostRecord,
     OtherRecords,
@@ -27,13 +44,16 @@ from rope_patch.evaluation.session import Session
 from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
-from rope_patch.tasks import chat_template, short
+from rope_patch.tasks import chat_template, short, text_of
 from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils import atomic_files, provenance
+from rope_patch.utils.terminal import format_duration
 
 logger = logging.getLogger("rope_patch")
 
 _SPEED_PROMPT = 2048  # tokens
+# What a plan counts: a document is read whole and cut, a short question with each of its choices.
+_DOCUMENT_PASSES, _SHORT_CHOICES, _SHORT_TOKENS = 2, 4, 100
 _UNLIMITED = 10**9  # tokens: lm-eval's own tasks have no limit here
 
 
@@ -63,6 +83,61 @@ def evaluate(request: EvalRequest, show: Callable[[str], object] | None = None) 
         return _evaluate(request, show)
 
 
+@takes_remote_code
+def plan(request: EvalRequest) -> RunPlan:
+    """Return what an evaluation would measure, how long that takes here, and what it can decide.
+
+    Reads the model, times one short pass, and writes nothing.
+
+    Args:
+        request: What to evaluate.
+
+    Raises:
+        ValueError: A request that cannot be met.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        session = _open_session(replace(request, folder=Path(folder)))
+        questions, others = RetrievalRun(session), _OtherMeasures(session)
+        session.check_tasks(others.external_tasks)
+        session.load()
+        return _plan(session, questions, others)
+
+
+def _plan(session: Session, questions: RetrievalRun, others: _OtherMeasures) -> RunPlan:
+    request, planned = session.request, questions.planned()
+    times = PassTime(session.model, request.longest)
+    methods = len(request.methods)
+    texts = {
+        (text_of(name), length, sample["text"])
+        for (name, length), samples in planned.items()
+        for sample in samples
+    }
+    reading = sum(times.seconds(length) for _, length, _ in texts)
+    documents = len(PerplexityRun(session).documents) if PERPLEXITY in request.tasks else 0
+    short_passes = len(others.short_tasks) * request.short_samples * _SHORT_CHOICES
+    seconds = methods * (
+        reading
+        + _DOCUMENT_PASSES * documents * times.seconds(request.longest)
+        + short_passes * times.seconds(_SHORT_TOKENS)
+    )
+    count = sum(map(len, planned.values()))
+    measures = [f"{methods} methods: {', '.join(request.methods)}"]
+    if planned:
+        lengths = ", ".join(f"{length:,}" for length in request.lengths)
+        measures.append(f"{count} questions about {len(texts)} texts of {lengths} tokens, each")
+    if others.external_tasks:
+        measures.append("lm-eval's own tasks, which the time does not count")
+    decides = plan_sentences(request, planned, session.trained_length)
+    missing = ""
+    if needed := texts_short_of_verdict(request, planned):
+        has, least = needed
+        more = methods * reading * (least / has - 1)
+        missing = f"{has} texts, {least} decide; it takes about {format_duration(seconds + more)}"
+    return RunPlan(
+        measures=tuple(measures), seconds=seconds, decides=tuple(decides), missing=missing
+    )
+
+
 def add_write_advice(folder: Path) -> AbstractContextManager[None]:
     """Say how to go on in errors of writing, while the block runs.
 
@@ -76,13 +151,17 @@ def add_write_advice(folder: Path) -> AbstractContextManager[None]:
 def _evaluate(request: EvalRequest, show: Callable[[str], object] | None) -> RunRecord:
     started = time.monotonic()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of intended settings
+    return measure(_open_session(request), started, show)
+
+
+def _open_session(request: EvalRequest) -> Session:
+    """Return the session of a request that can be met; its weights are not read."""
     path = demo.resolve_model_path(request.model)
     config = read_config(path, gguf_file=request.gguf_file)
     check_request(request, path, config)
     tokenizer = read_tokenizer(path, gguf_file=request.gguf_file)
     tokenizer.model_max_length = 10**9  # lengths are checked here; it would warn of each prompt
-    session = Session(request, path, config, tokenizer)
-    return measure(session, started, show)
+    return Session(request, path, config, tokenizer)
 
 
 def measure(session: Session, started: float, show: Callable[[str], object] | None) -> RunRecord:
@@ -110,6 +189,11 @@ def measure(session: Session, started: float, show: Callable[[str], object] | No
         if session.processes.is_main:
             log_plan(request, questions.planned(), session.trained_length)
         session.load()
+        if session.processes.is_main and isinstance(session.model, nn.Module):
+            expected = try_plan(lambda: _plan(session, questions, others))
+            if expected is not None:
+                takes = format_duration(expected.seconds)
+                logger.info("plan: takes about %s on this machine", takes)
         return _measure_all(session, documents, questions, others, started, show)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rope_patch.extending.request import Extended, ExtendRequest, parse_duration
 from rope_patch.units import parse_tokens
+
+if TYPE_CHECKING:
+    from rope_patch.evaluation.decision_plan import RunPlan
 
 
 def extend(
@@ -31,8 +34,9 @@ def extend(
     device_map: str | None = None,
     trust_remote_code: bool = False,
     seed: int = 42,
+    plan: bool = False,
     command: str = "",
-) -> Extended:
+) -> Extended | RunPlan:
     """Extend a checkpoint, prove it, and write a folder to publish, as `rope-patch extend` does.
 
     Args:
@@ -57,6 +61,8 @@ def extend(
         device_map: As in transformers.
         trust_remote_code: Whether to execute Python code that the checkpoint brings.
         seed: Seed of samples, search and training.
+        plan: Time one short pass, and return what fits into the budget and what it can decide
+            (a `rope_patch.evaluation.decision_plan.RunPlan`); nothing is measured or written.
         command: The command line to record.
 
     Returns:
@@ -92,4 +98,4 @@ def extend(
         seed=seed,
         command=command,
     )
-    return pipeline.run(request)
+    return pipeline.plan(request) if plan else pipeline.run(request)

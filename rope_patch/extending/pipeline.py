@@ -14,6 +14,7 @@ from typing import Any
 
 from rope_patch.diagnosing import diagnose
 from rope_patch.diagnosing.encoding_diagnosis import EncodingDiagnosis
+from rope_patch.evaluation.decision_plan import PassTime, RunPlan, effect_sentence
 from rope_patch.evaluation.encoding_facts import model_lengths
 from rope_patch.evaluation.report.model_index import evaluations
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
@@ -37,7 +38,9 @@ from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.pretrained.sidecar import patch_to_restore
 from rope_patch.recommending import recommend
 from rope_patch.recommending.budget import BudgetTooSmall
-from rope_patch.recommending.result import JSON_FILE, MARKDOWN_FILE
+from rope_patch.recommending.result import JSON_FILE, MARKDOWN_FILE, Recommendation
+from rope_patch.searching.model import open_model
+from rope_patch.statistics import SIGNIFICANCE_LEVEL, least_texts
 from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, one_line
@@ -83,6 +86,81 @@ def run(request: ExtendRequest) -> Extended:
     work.require_same_request(request.identity())
     with work.run_folder.locked(processes), silence_length_warnings():
         return _Extension(request, work, trained, length).run()
+
+
+@takes_remote_code
+def plan(request: ExtendRequest) -> RunPlan:
+    """Return what an extension would measure within its budget, and what that can decide.
+
+    Reads the model, times one short pass, and writes nothing.
+
+    Args:
+        request: What to extend.
+
+    Raises:
+        ValueError: See `rope_patch.extend`.
+    """
+    trained, length = _check(request)
+    weights = _TRAINING_WEIGHTS if request.train else _WEIGHTS
+    share = {step: request.budget * part for step, part in weights.items()}
+    choice = recommend(
+        request.model,
+        plan=True,
+        **_recommendation_options(request, trained, length, share[RECOMMEND]),
+    )
+    assert isinstance(choice, RunPlan)
+    where = {"dtype": request.dtype, "device_map": request.device_map}
+    source = open_model(request.model, None, Processes(alone=True), **where)
+    times = PassTime(source.load(), length)
+    methods = (2 if request.engines else 3) + request.train
+    seconds = methods * (times.seconds(length) + times.seconds(trained))
+    texts = max(1, min(request.samples, int(share[COMPARE] / seconds)))
+    least = least_texts(SIGNIFICANCE_LEVEL / (methods - 1))
+    missing = choice.missing
+    decides: tuple[str, ...] = ()
+    if texts >= least:
+        decides = (effect_sentence(texts, methods - 1, length),)
+    elif not missing:
+        needed = request.budget * least * seconds / share[COMPARE]
+        missing = (
+            f"the comparison has {texts} texts, {least} decide; it takes about "
+            f"{format_duration(needed)}"
+        )
+    training = [f"training for up to {format_duration(share.get(TRAIN, 0.0))}"] * request.train
+    comparison = f"a comparison on about {texts} texts of {trained:,} and {length:,} tokens"
+    return RunPlan(
+        measures=(*choice.measures, *training, comparison),
+        seconds=choice.seconds + texts * seconds + share.get(TRAIN, 0.0),
+        budget=request.budget,
+        decides=decides,
+        missing=missing,
+    )
+
+
+def _recommendation_options(
+    request: ExtendRequest, trained: int, length: int, seconds: float
+) -> dict[str, Any]:
+    """Return what the recommendation is asked for."""
+    texts: tuple[str, ...] | None = fine_tuning.measured_texts(request) or None
+    tokenizer = read_tokenizer(demo.resolve_model_path(request.model))
+    if texts and not request.texts and needles_refusal(tokenizer, trained):
+        texts = None  # word pairs need no text
+    return {
+        "length": length,
+        "budget": seconds / 60,
+        "text": texts,
+        "most": request.samples,
+        "search": request.search,
+        "trained_length": request.trained_length,
+        "start": request.start,
+        "anyway": request.anyway,
+        "engines": request.engines,
+        "seed": request.seed,
+        "dtype": request.dtype,
+        "device_map": request.device_map,
+        "trust_remote_code": request.trust_remote_code,
+        "command": request.command,
+    }
 
 
 def _check(request: ExtendRequest) -> tuple[int, int]:
@@ -218,28 +296,11 @@ class _Extension:
 
     def _recommend(self, seconds: float) -> dict[str, Any]:
         request = self.request
-        texts: tuple[str, ...] | None = fine_tuning.measured_texts(request) or None
-        tokenizer = read_tokenizer(demo.resolve_model_path(request.model))
-        if texts and not request.texts and needles_refusal(tokenizer, self.trained):
-            texts = None  # word pairs need no text
         try:
             recommendation = recommend(
                 request.model,
-                length=self.length,
-                budget=seconds / 60,
-                text=texts,
-                most=request.samples,
-                search=request.search,
-                trained_length=request.trained_length,
-                start=request.start,
-                anyway=request.anyway,
-                engines=request.engines,
-                seed=request.seed,
                 folder=self.work.path / RECOMMEND,
-                dtype=request.dtype,
-                device_map=request.device_map,
-                trust_remote_code=request.trust_remote_code,
-                command=request.command,
+                **_recommendation_options(request, self.trained, self.length, seconds),
             )
         except BudgetTooSmall as error:
             share = seconds / request.budget
@@ -250,6 +311,7 @@ class _Extension:
                 f"({error})",
                 error.minutes,
             ) from error
+        assert isinstance(recommendation, Recommendation)  # it was asked for no plan
         return {
             "text": recommendation.verdict,
             "recommendation": recommendation.to_dict(),

@@ -20,6 +20,7 @@ from rope_patch.lab.settings import LOG_N, PLAIN, SCALE, TEXT, Cell, LabSettings
 from rope_patch.lab.tasks import RecallTask, Task, TextTask
 from rope_patch.utils.atomic_files import atomic_write
 
+_TIMED_STEPS = 3  # of a plan
 _READ_COST = 0.4  # cost of a token that is read, where one that is trained on costs 1
 
 
@@ -40,6 +41,19 @@ def cell_cost(cell: Cell, settings: LabSettings) -> int:
     trained = sum(task.tokens(step) for step in range(settings.steps(cell.task)))
     read = sum(task.test_tokens(v.length) for v in variants(cell.encoding, settings))
     return trained + int(_READ_COST * read)
+
+
+def step_rate(cell: Cell, settings: LabSettings) -> float:
+    """Return how many tokens a second a cell trains on, on one thread, by a few of its steps."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        task = make_task(cell, settings)
+        model = build_model(cell.encoding, task.vocabulary_size, settings.length, cell.seed)
+        trainer = Trainer(model, task, settings.steps(cell.task), cell.seed, identity=None)
+        return trainer.rate(_TIMED_STEPS)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def run_cell(
@@ -174,6 +188,16 @@ class Trainer:
                 self._save(checkpoint)
             report(self.task.tokens(self._step - 1))
         self.model.eval()
+
+    def rate(self, steps: int) -> float:
+        """Return the tokens a second of some steps after the first, which is slow."""
+        self.model.train()
+        self._train_step()
+        started, tokens = time.monotonic(), 0
+        for _ in range(steps):
+            tokens += self.task.tokens(self._step)
+            self._train_step()
+        return tokens / max(time.monotonic() - started, 1e-6)
 
     def _train_step(self) -> float:
         done = self._step / self.steps

@@ -12,13 +12,15 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from rope_patch.lab.cell_run import cell_cost, make_task, run_cell
+from rope_patch.evaluation.decision_plan import RunPlan
+from rope_patch.lab.cell_run import cell_cost, make_task, run_cell, step_rate
 from rope_patch.lab.settings import RECALL, TASKS, TEXT, Cell, LabSettings
+from rope_patch.lab.statements import LEAST_SEEDS
 from rope_patch.runs.journal import check_lines
 from rope_patch.runs.run_folder import RunFolder
 from rope_patch.utils import atomic_files, checksums
 from rope_patch.utils.provenance import hardware, now, versions
-from rope_patch.utils.terminal import progress_bar
+from rope_patch.utils.terminal import format_duration, progress_bar
 
 logger = logging.getLogger("rope_patch")
 
@@ -77,6 +79,35 @@ def run_lab(
         },
         "cells": [done[cell] for cell in cells],
     }
+
+
+def plan_lab(settings: LabSettings, processes: int = 1) -> RunPlan:
+    """Return what a lab run trains and measures, and how long that takes on this machine.
+
+    A few steps of one cell are timed; nothing is written.
+
+    Args:
+        settings: What to train and measure.
+        processes: Cells that run at the same time.
+    """
+    cells = settings.cells()
+    costs = {cell: cell_cost(cell, settings) for cell in cells}
+    rates = {
+        task: step_rate(next(cell for cell in cells if cell.task == task), settings)
+        for task in settings.tasks
+    }
+    at_once = min(processes, len(cells))
+    trained = ", ".join(f"{settings.steps(task):,} steps of {task}" for task in settings.tasks)
+    encodings = f"{len(settings.encodings)} encodings: {', '.join(settings.encodings)}"
+    few = f"below {LEAST_SEEDS} seeds no statement is told from chance; these take about "
+    seconds = sum(cost / rates[cell.task] for cell, cost in costs.items()) / at_once
+    return RunPlan(
+        measures=(encodings, f"{len(cells)} trainings: {trained}, {settings.seeds} seeds"),
+        seconds=seconds,
+        missing=few + format_duration(LEAST_SEEDS * seconds / settings.seeds)
+        if settings.seeds < LEAST_SEEDS
+        else "",
+    )
 
 
 class CellJournal:

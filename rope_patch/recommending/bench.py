@@ -14,7 +14,7 @@ from typing import Any
 
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample
-from rope_patch.recommending.budget import MIN_EVALUATIONS, BudgetPlan, TimeBudget
+from rope_patch.recommending.budget import BudgetPlan, TimeBudget
 from rope_patch.recommending.decision_rule import Scores
 from rope_patch.recommending.sample_sets import BLOCK_SIZE, SEARCH
 from rope_patch.recommending.variants import VariantRotation
@@ -22,6 +22,7 @@ from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.fitness import Fitness
 from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.loop import next_candidate, search_key, search_loop
+from rope_patch.searching.pipeline import MIN_EVALUATIONS
 from rope_patch.searching.strategies.base import Proposals
 from rope_patch.searching.strategies.registry import STRATEGIES
 from rope_patch.utils.processes import Processes

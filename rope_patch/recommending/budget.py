@@ -7,13 +7,14 @@ import sys
 import time
 from dataclasses import dataclass
 
+from rope_patch.evaluation.decision_plan import RunPlan
 from rope_patch.recommending.sample_sets import BLOCK_SIZE
+from rope_patch.searching.pipeline import MIN_EVALUATIONS
 from rope_patch.utils.errors import Refused, printable
 from rope_patch.utils.processes import Processes
 from rope_patch.utils.terminal import format_duration, progress_bar
 
 FINALISTS = 3  # halving stops at this number of rotations
-MIN_EVALUATIONS = 10  # a search with fewer is not worth its time
 _PREFERRED_EVALUATIONS = 40  # up to here, prefer evaluations over more samples per evaluation
 _SEARCH_SHARE = 0.45  # share of the time that remains after the first round
 _SAFETY_MARGIN = 1.1  # passes vary in time
@@ -57,6 +58,10 @@ class TimeBudget:
     def left_in_process(self) -> float:
         """Return the seconds left by this process's own clock."""
         return self._total - self._spent
+
+    def share(self, plan: RunPlan | None) -> RunPlan | None:
+        """Return the main process's plan, so that all processes decide alike."""
+        return self._processes.broadcast(plan)
 
     def elapsed(self) -> float:
         """Return the seconds since a measurement was counted last."""
@@ -141,6 +146,7 @@ class BudgetPlan:
         evaluations: About how many evaluations the search has; 0 if there is none.
         search_seconds: Seconds for the search.
         search_blocks: Blocks on which the search scores each candidate.
+        seconds: About how long all of this takes.
     """
 
     first_rotations: int
@@ -148,6 +154,7 @@ class BudgetPlan:
     evaluations: int = 0
     search_seconds: float = 0.0
     search_blocks: int = 0
+    seconds: float = 0.0
 
 
 def minimum_seconds(costs: BlockCosts, short: float, measured: int = 0) -> float:
@@ -185,7 +192,7 @@ def plan_budget(
         measured_rotations: Rotations measured already.
     """
     # Reserve the time of the best one's control, which is measured last.
-    seconds_left = seconds_left / _SAFETY_MARGIN - costs.long
+    seconds_left = seconds_given = seconds_left / _SAFETY_MARGIN - costs.long
     first = max(0, min(rotations, int(seconds_left / costs.both)))
     seconds_left -= first * costs.both
     seconds = _SEARCH_SHARE * max(seconds_left, 0.0)
@@ -207,9 +214,10 @@ def plan_budget(
         seconds_left -= (next_blocks - blocks_done) * (alive + 1) * costs.both
         blocks_done = next_blocks
     if evaluations and blocks_done == max_blocks:  # no more samples: the search gets the rest
-        seconds += seconds_left
+        seconds, seconds_left = seconds + seconds_left, 0.0
         evaluations = int(seconds / (blocks * costs.long))
-    return BudgetPlan(first, blocks_done * BLOCK_SIZE, evaluations, seconds, blocks)
+    total = seconds_given - seconds_left + costs.long
+    return BudgetPlan(first, blocks_done * BLOCK_SIZE, evaluations, seconds, blocks, total)
 
 
 def halve(alive: int) -> int:

@@ -29,6 +29,7 @@ from rope_patch.utils import atomic_files
 from rope_patch.utils.processes import Processes
 
 if TYPE_CHECKING:
+    from rope_patch.evaluation.decision_plan import RunPlan
     from rope_patch.recommending.result import Recommendation
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,13 @@ def recommend(
     seed: int = 42,
     folder: str | os.PathLike[str] | None = None,
     progress: bool = True,
+    plan: bool = False,
     dtype: Any = None,
     device_map: Any = None,
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
     command: str | None = None,
-) -> Recommendation:
+) -> Recommendation | RunPlan:
     """Measure methods on this checkpoint and recommend one for a length, with the evidence.
 
     The plain model, the static methods (with those of imported plugins, where they need no
@@ -94,6 +96,8 @@ def recommend(
         folder: Folder for the journal, from which a killed run or one with a larger budget
             resumes, and for the result.
         progress: Whether to show a bar on stderr.
+        plan: Time one short pass, and return what fits into the budget and what it can decide
+            (a `rope_patch.evaluation.decision_plan.RunPlan`); nothing is measured or written.
         dtype: The dtype to load a named model in.
         device_map: As in transformers, for a named model.
         gguf_file: The GGUF file within the model's folder.
@@ -117,6 +121,7 @@ def recommend(
 
     _validate_request(budget, most)
     engines = serving_engines(engines)
+    folder = None if plan else folder
     if folder is not None:
         atomic_files.require_writable_folder(folder, "the recommendation")
     processes = Processes()
@@ -180,6 +185,8 @@ def recommend(
         )
         halving.not_measured += sample_blocks.not_measured
         with contextlib.closing(clock):
+            if plan:
+                return halving.plan()
             choice = halving.run()
         recommendation = make_recommendation(facts, halving, choice)
         if processes.is_main and folder is not None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
+from rope_patch.evaluation.decision_plan import PassTime, RunPlan, effect_sentence, try_plan
 from rope_patch.exporting import ENGINES
 from rope_patch.extension import Extension
 from rope_patch.recommending import budget, variants
@@ -27,7 +28,11 @@ from rope_patch.recommending.variants import PLAIN, UNPATCHED, Variant, VariantR
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.sample_sets import MAX_LOSS_RATIO, unigram_loss
+from rope_patch.statistics import SIGNIFICANCE_LEVEL, least_texts
+from rope_patch.utils.terminal import format_duration
 
+# The time of a verdict is looked for in steps, up to so many times the smallest budget.
+_STEP, _NEVER = 1.1, 1000
 # Share of the time left that may go into the prices of eliminated methods, which only tables show.
 _CHEAP_SHARE = 0.1
 
@@ -76,8 +81,67 @@ class SuccessiveHalving:
         self._engines = tuple(dict.fromkeys([*ENGINES, *engines]))
         self._add_variants(variants.standard_variants(space))
 
+    def plan(self) -> RunPlan:
+        """Return what the budget allows, by the time of one short pass."""
+        times = PassTime(self.model, self.space.geometry.trained_length)
+        short = max(len(sample.ids) for sample in self.scorer.samples(SHORT, 0))
+        within = BLOCK_SIZE * times.seconds(short)
+        costs = BlockCosts(
+            BLOCK_SIZE * times.seconds(self.space.length),
+            within * (2 if self.scorer.block_count(PROSE) else 1),
+        )
+        least_seconds = budget.minimum_seconds(costs, within)
+        others = max(0, len(self._unmeasured()) - 2)  # but for the plain model and one method
+
+        def fit(seconds: float) -> tuple[budget.BudgetPlan, int]:
+            plan = self._plan_within(seconds - least_seconds, costs, others)
+            return plan, 1 + plan.first_rotations + bool(plan.evaluations)
+
+        def is_enough(seconds: float) -> bool:
+            plan, compared = fit(seconds)
+            return plan.samples >= least_texts(SIGNIFICANCE_LEVEL / compared)
+
+        left = self.clock.left()
+        plan, compared = fit(left)
+        decides: tuple[str, ...] = ()
+        missing = ""
+        if left >= least_seconds and is_enough(left):
+            decides = (effect_sentence(plan.samples, compared, self.space.length, "rotations"),)
+        else:
+            # Where no time is enough, there are too few samples.
+            needed = least_seconds
+            while not is_enough(needed) and needed < _NEVER * least_seconds:
+                needed *= _STEP
+            takes = f"it takes about {format_duration(needed + self.clock.spent())}"
+            if not is_enough(needed):
+                takes = "it takes more samples (--most, or more of your own)"
+            has = "no method fits" if left < least_seconds else f"{plan.samples} texts fit"
+            missing = f"{has}; {takes}"
+        search = f", a search of about {plan.evaluations} evaluations" if plan.evaluations else ""
+        measures = (
+            f"the plain model and {1 + plan.first_rotations} of {1 + others} rotations on "
+            f"{BLOCK_SIZE} samples of {self.space.length:,} tokens, the best on about "
+            f"{plan.samples}{search}; as many within the trained length",
+        )
+        # The least has the control at the length, too.
+        seconds = least_seconds + max(0.0, plan.seconds - costs.long)
+        return RunPlan(
+            measures=measures, seconds=seconds, budget=left, decides=decides, missing=missing
+        )
+
     def run(self) -> Choice:
-        """Measure the variants and return the decision."""
+        """Measure the variants and return the decision.
+
+        Raises:
+            BudgetTooSmall: The plain model and one method do not fit, by one short pass or by what
+                was measured.
+        """
+        if not self.scorer.has(UNPATCHED, SHORT, 1):
+            expected = self.clock.share(try_plan(self.plan))
+            for line in str(expected).splitlines() if expected is not None else ():
+                self.clock.log(line)
+            if expected is not None and expected.seconds > (expected.budget or 0.0):
+                self._refuse_budget(expected.seconds, f": {expected.missing}")
         if (refusal := self._check_competence()) is not None:
             return refusal
         self._measure_minimum()
@@ -147,25 +211,32 @@ class SuccessiveHalving:
     def _require_budget(self, costs: BlockCosts, measured: int) -> None:
         needed_seconds = budget.minimum_seconds(costs, self.clock.cost(SHORT), measured)
         if needed_seconds > self.clock.left():
-            minutes = (needed_seconds + self.clock.spent()) / 60
-            raise budget.BudgetTooSmall(
-                f"the budget is too small: the plain model and one method, {BLOCK_SIZE} samples "
-                f"each at {self.space.length:,} tokens and within the trained length, take about "
-                f"{1.1 * minutes:.2g} minutes here; give at least that, or a shorter length",
-                1.1 * minutes,
-            )
+            self._refuse_budget(needed_seconds)
+
+    def _refuse_budget(self, seconds: float, more: str = "") -> NoReturn:
+        """Raise for a budget below these seconds."""
+        minutes = (seconds + self.clock.spent()) / 60
+        raise budget.BudgetTooSmall(
+            f"the budget is too small: the plain model and one method, {BLOCK_SIZE} samples "
+            f"each at {self.space.length:,} tokens and within the trained length, take about "
+            f"{1.1 * minutes:.2g} minutes here; give at least that, or a shorter length{more}",
+            1.1 * minutes,
+        )
+
+    def _plan_within(self, seconds: float, costs: BlockCosts, rotations: int) -> budget.BudgetPlan:
+        """Return what fits once the plain model and one method are measured."""
+        return budget.plan_budget(
+            seconds,
+            costs,
+            rotations,
+            self.scorer.block_count(LONG),
+            self.scorer.block_count(SEARCH) if self._search_enabled else 0,
+            measured_rotations=2,
+        )
 
     def _make_plan(self) -> budget.BudgetPlan:
         unmeasured = self._unmeasured()
-        searchable = self.scorer.block_count(SEARCH) if self._search_enabled else 0
-        plan = budget.plan_budget(
-            self.clock.left(),
-            self._costs(),
-            len(unmeasured),
-            self.scorer.block_count(LONG),
-            searchable,
-            measured_rotations=2,
-        )
+        plan = self._plan_within(self.clock.left(), self._costs(), len(unmeasured))
         costs = self._costs()
         self.clock.log(
             f"{costs.long / BLOCK_SIZE:.3g} s for a sample of {self.space.length:,} tokens; "

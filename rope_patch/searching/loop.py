@@ -27,6 +27,7 @@ def search_loop(
     budget: int,
     journal: SearchJournal,
     progress: Progress,
+    seconds: float = math.inf,
 ) -> tuple[Candidate, list[dict[str, Any]], float]:
     """Search until the budget is spent or the strategy has no more proposals.
 
@@ -39,6 +40,8 @@ def search_loop(
         budget: Candidates at most.
         journal: Stores evaluations; stored ones are not measured again.
         progress: Updated after each evaluation.
+        seconds: Time of all evaluations together, as it is stored with each; no candidate begins
+            that would end later if it took as long as the longest one so far.
 
     Returns:
         The best candidate, the history as in `SearchResult.history`, and evaluations per minute.
@@ -49,7 +52,7 @@ def search_loop(
     history: list[dict[str, Any]] = []
     best: tuple[Candidate, Evaluation] | None = None
     evaluations: dict[Hashable, Evaluation] = {}
-    measured_count, measured_seconds = 0, 0.0
+    measured_count, measured_seconds, longest = 0, 0.0, 0.0
     candidate: Candidate | None = Candidate("yarn", "yarn")
     reference = math.nan
     while candidate is not None:
@@ -67,6 +70,7 @@ def search_loop(
         if evaluation.tokens:
             measured_count += 1
             measured_seconds += evaluation.seconds
+            longest = max(longest, evaluation.seconds)
         if number == 0:
             reference = evaluation.fitness
         if evaluation.complete and (best is None or evaluation.fitness < best[1].fitness):
@@ -84,7 +88,8 @@ def search_loop(
         )
         progress.update(history, reference, _per_minute(measured_count, measured_seconds))
         candidate = None
-        if number < budget:
+        ends_at = journal.processes.broadcast(measured_seconds + longest)
+        if number < budget and ends_at <= seconds:
             feedback = evaluation.fitness if number else None
             candidate = journal.processes.run_on_main(lambda: next_candidate(proposals, feedback))  # noqa: B023
     if best is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import shlex
 import sys
@@ -10,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rope_patch.evaluation.decision_plan import PassTime, RunPlan, try_plan
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample, samples_digest
 from rope_patch.searching import sample_sets, search_result
-from rope_patch.searching.candidates import Candidate
+from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.fitness import Evaluation, Fitness, make_space
 from rope_patch.searching.journal import SearchJournal
 from rope_patch.searching.loop import SearchProgress, search_loop
@@ -37,10 +40,16 @@ from rope_patch.searching.sample_sets import (
 from rope_patch.searching.search_result import SearchResult
 from rope_patch.searching.strategies.registry import STRATEGIES, Strategy
 from rope_patch.searching.strategies.trust_region import require_optuna
+from rope_patch.statistics import SIGNIFICANCE_LEVEL, least_texts
 from rope_patch.transformers_api.remote_code import takes_remote_code
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import did_you_mean
 from rope_patch.utils.processes import Processes
+from rope_patch.utils.terminal import format_duration
+
+logger = logging.getLogger("rope_patch")
+
+MIN_EVALUATIONS = 10  # a search with fewer is not worth its time
 
 
 @takes_remote_code
@@ -52,6 +61,7 @@ def search(
     factor: float | str | None = None,
     method: str = "curve",
     budget: int = 200,
+    minutes: float | None = None,
     fitness: str | None = None,
     text: str | Sequence[str] | None = None,
     samples: SampleSource | None = None,
@@ -66,13 +76,14 @@ def search(
     folder: str | os.PathLike[str] | None = None,
     picture: str | os.PathLike[str] | None = None,
     progress: bool = True,
+    plan: bool = False,
     dtype: Any = None,
     device_map: Any = None,
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
     command: str | None = None,
     **options: Any,
-) -> SearchResult:
+) -> SearchResult | RunPlan:
     """Search for the rotation that takes this checkpoint to a longer context.
 
     Each candidate patches the model, is scored on samples of the target length, and is undone. The
@@ -86,6 +97,7 @@ def search(
         factor: Target length / trained length.
         method: The strategy, one of `rope_patch.searching.strategies.registry.STRATEGIES`.
         budget: Candidates at most. YaRN is always measured first and not counted.
+        minutes: Minutes for measuring, the comparison in the end included; no limit unless given.
         fitness: The loss that candidates are compared by, nats for a scored token: "needles" (the
             answers to needle questions), "documents" (the end of long passages), "both" in equal
             parts, or "recall" (of word pairs in noise, for models of a short context). By default
@@ -104,6 +116,8 @@ def search(
         folder: Folder for the journal, from which a killed search resumes, and for the result.
         picture: An .svg or .png file that is redrawn while the search runs.
         progress: Whether to show a bar on stderr.
+        plan: Time one short pass, and return how long the search takes (a
+            `rope_patch.evaluation.decision_plan.RunPlan`); nothing is measured or written.
         dtype: The dtype to load a named model in.
         device_map: As in transformers, for a named model.
         gguf_file: The GGUF file within the model's folder.
@@ -123,7 +137,8 @@ def search(
         TypeError: A value of the wrong type.
     """
     strategy = _get_strategy(method, options)
-    _validate_request(budget, fitness, folder)
+    _validate_request(budget, fitness, folder, minutes)
+    folder, picture = (None, None) if plan else (folder, picture)
     if folder is not None:
         atomic_files.require_writable_folder(folder, "the search")
     if picture is not None:
@@ -161,6 +176,15 @@ def search(
         return Fitness(live, sample_set, extension, processes)
 
     on_search = make_fitness(sets.search)  # raises for a patched model
+    with eval_mode(live):
+        if plan:
+            return _plan(live, sets, space, budget, minutes)
+        expected = processes.broadcast(try_plan(lambda: _plan(live, sets, space, budget, minutes)))
+    if expected is not None:
+        for line in str(expected).splitlines():
+            logger.info("plan: %s", line)
+        if expected.missing:
+            raise ValueError(f"minutes must be more, got {minutes:g}: {expected.missing}")
     identity = {
         "strategy": method,
         "options": options,
@@ -182,7 +206,9 @@ def search(
             _require_competent_model(sets, space.geometry.trained_length, make_fitness, journal)
             journal.lock()
             proposals = strategy.propose(space, budget, seed, **options)
-            best, history, rate = search_loop(on_search, proposals, budget, journal, bar)
+            seconds = math.inf if minutes is None else 60 * minutes
+            seconds -= 0.0 if expected is None else expected.reserve
+            best, history, rate = search_loop(on_search, proposals, budget, journal, bar, seconds)
         finally:
             bar.close()
         on_held_out = make_fitness(sets.held_out)
@@ -216,6 +242,45 @@ def search(
     return result
 
 
+def _plan(
+    model: Any, sets: SampleSets, space: SearchSpace, budget: int, minutes: float | None
+) -> RunPlan:
+    """Return how long a search takes by one short pass, and what its end can show."""
+    times = PassTime(model, space.length)
+
+    def read(samples: Sequence[Sample]) -> float:
+        return sum(times.seconds(len(sample.ids)) for sample in samples)
+
+    each, compared = read(sets.search), 2 + len(search_result.REFERENCES)
+    checks = sum(map(read, [*sets.sanity.values(), *sets.controls.values()]))
+    reserve = checks + compared * read(sets.held_out)
+    seconds, allowed = reserve + (budget + 1) * each, None if minutes is None else 60 * minutes
+    count, missing = budget, ""
+    if allowed is not None and seconds > allowed:
+        count = max(0, int((allowed - reserve) / each) - 1)  # YaRN is measured first
+        seconds = allowed
+        if count < min(budget, MIN_EVALUATIONS):
+            least = reserve + (min(budget, MIN_EVALUATIONS) + 1) * each
+            missing = f"{count} candidates fit; it takes about {format_duration(least)}"
+    texts, least_count = (
+        len({sample.group for sample in sets.held_out}),
+        least_texts(SIGNIFICANCE_LEVEL),
+    )
+    decides = f"{texts} texts compare the result with YaRN in the end, {least_count} decide"
+    measures = (
+        f"YaRN and {count} candidates on {len(sets.search)} samples of {space.length:,} tokens",
+        f"{compared} rotations on {len(sets.held_out)} others in the end",
+    )
+    return RunPlan(
+        measures=measures,
+        seconds=seconds,
+        budget=allowed,
+        reserve=reserve,
+        decides=(decides,),
+        missing=missing,
+    )
+
+
 def _get_strategy(method: str, options: dict[str, Any]) -> Strategy:
     if method not in STRATEGIES:
         hint = did_you_mean(method, STRATEGIES)
@@ -233,12 +298,17 @@ def _get_strategy(method: str, options: dict[str, Any]) -> Strategy:
 
 
 def _validate_request(
-    budget: int, fitness: str | None, folder: str | os.PathLike[str] | None
+    budget: int,
+    fitness: str | None,
+    folder: str | os.PathLike[str] | None,
+    minutes: float | None,
 ) -> None:
     if isinstance(budget, bool) or not isinstance(budget, int):
         raise TypeError(f"budget must be a whole number of candidates, got {budget!r}")
     if budget < 1:
         raise ValueError(f"budget must be at least 1 candidate to measure, got {budget}")
+    if minutes is not None and not (minutes > 0 and math.isfinite(minutes)):
+        raise ValueError(f"minutes must be more than 0, got {minutes!r}")
     if fitness is not None and fitness not in FITNESS_KINDS:
         raise ValueError(f"fitness must be one of {', '.join(FITNESS_KINDS)}, got {fitness!r}")
     if folder is not None and list(Path(folder).glob("*.safetensors")):

@@ -18,6 +18,6 @@ export_lazily(
         "installation": "version",
         "processes": "Processes",
         "provenance": "config_fingerprint fingerprint",
-        "terminal": "align format_duration progress_bar",
+        "terminal": "align format_duration never_silent progress_bar",
     },
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,8 @@ from tqdm.auto import tqdm
 
 logger = logging.getLogger("rope_patch")
 
-_INTERVAL = 60.0  # seconds between two lines of a log
+_INTERVAL = 15.0  # seconds between two lines of a log
+_LOOK = 1.0  # seconds between two looks at whether something was said
 
 
 def progress_bar(
@@ -36,9 +39,10 @@ def progress_bar(
 
 
 class LogLines(tqdm):
-    """A progress bar for files and pipes: whole lines, at most one a minute over all bars."""
+    """A progress bar for files and pipes: whole lines, one in 15 seconds over all bars."""
 
     _latest = time.monotonic()  # when a line was written, or this module was imported
+    _newest: LogLines | None = None  # the bar that was displayed last, until it is closed
 
     def __init__(self, *args: Any, **options: Any) -> None:
         if style := options.get("bar_format"):  # in a log the bar only repeats the percentage
@@ -47,14 +51,52 @@ class LogLines(tqdm):
         super().__init__(*args, **{**options, "gui": True})
 
     def display(self, *_: Any, **__: Any) -> None:
-        """Write a line, unless another one was written less than a minute ago."""
+        """Write a line, unless another one was written less than 15 seconds ago."""
         now = time.monotonic()
+        LogLines._newest = self
         if now - LogLines._latest >= _INTERVAL:
             LogLines._latest = now
             print(self, file=sys.stderr, flush=True)
 
     def clear(self, *_: Any, **__: Any) -> None:
         """Leave lines of a log as they are."""
+
+    def close(self) -> None:
+        """End the bar."""
+        super().close()
+        if LogLines._newest is self:
+            LogLines._newest = None
+
+
+@contextlib.contextmanager
+def never_silent() -> Iterator[None]:
+    """Write a line on stderr whenever nothing was said for 15 seconds, while the block runs.
+
+    It is the state of the bar that was shown last; without one, as while weights are read, the time
+    that has passed. On a terminal bars show by themselves.
+    """
+    ended, started = threading.Event(), time.monotonic()
+    LogLines._latest = started
+
+    def watch() -> None:
+        while not ended.wait(_LOOK):
+            now = time.monotonic()
+            if now - LogLines._latest < _INTERVAL or not logger.isEnabledFor(logging.WARNING):
+                continue
+            LogLines._latest = now
+            if LogLines._newest is not None:
+                print(LogLines._newest, file=sys.stderr, flush=True)
+            elif not getattr(tqdm, "_instances", None):  # no bar on a terminal either
+                text = f"working, {format_duration(now - started)} so far"
+                print(text, file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def format_duration(seconds: float) -> str:

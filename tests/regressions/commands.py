@@ -229,7 +229,7 @@ DEFECTS = [
         "rope_patch/utils/terminal.py",
         "        if now - LogLines._latest >= _INTERVAL:\n",
         "        if True:\n",
-        ("tests/utils/test_progress.py::test_a_log_gets_a_line_a_minute_over_all_bars",),
+        ("tests/utils/test_progress.py::test_a_log_gets_a_line_in_15_seconds_over_all_bars",),
     ),
     Defect(
         "the picture of a diagnosis has no colours for dark screens",

@@ -4,13 +4,14 @@ import base64
 import io
 import logging
 import re
+import time
 
 import numpy
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from rope_patch.utils import PALETTE, progress_bar, render_figure
+from rope_patch.utils import PALETTE, never_silent, progress_bar, render_figure
 
 
 class Terminal(io.StringIO):
@@ -38,17 +39,17 @@ def clock(monkeypatch):
     return seconds
 
 
-def test_a_log_gets_a_line_a_minute_over_all_bars(stderr, clock):
+def test_a_log_gets_a_line_in_15_seconds_over_all_bars(stderr, clock):
     log = stderr(io.StringIO())
     for name in ("first", "second"):
-        for _ in progress_bar(range(90), desc=name, unit="step", mininterval=0):
+        for _ in progress_bar(range(20), desc=name, unit="step", mininterval=0):
             clock[0] += 1
     lines = log.getvalue().split("\n")
     assert lines.pop() == ""
     assert [line.split(":")[0] for line in lines] == ["first", "first", "second"]
-    assert "1/90" in lines[0]
-    assert "61/90" in lines[1]
-    assert "31/90" in lines[2]
+    assert "1/20" in lines[0]
+    assert "16/20" in lines[1]
+    assert "11/20" in lines[2]
     assert "\r" not in log.getvalue()
 
 
@@ -64,6 +65,22 @@ def test_a_bar_that_is_refreshed_by_hand_becomes_a_line(stderr, clock):
     first, second, rest = log.getvalue().split("\n")
     assert first == "measuring  50%, 2 min left"
     assert (second, rest) == ("said above the bar", "")
+
+
+def test_long_work_without_a_word_is_told_from_a_thread(stderr, monkeypatch):
+    log = stderr(io.StringIO())
+    monkeypatch.setattr("rope_patch.utils.terminal._INTERVAL", 0.2)
+    monkeypatch.setattr("rope_patch.utils.terminal._LOOK", 0.02)
+    with never_silent():
+        time.sleep(0.6)  # such as reading weights
+        assert "working, " in log.getvalue()
+        with progress_bar(total=2, desc="a step") as bar:
+            bar.refresh()
+            time.sleep(0.6)  # within one long step
+        assert log.getvalue().count("a step:   0%") >= 2
+        said = log.getvalue()
+    time.sleep(0.3)
+    assert log.getvalue() == said
 
 
 def test_a_terminal_gets_a_bar(stderr):
