@@ -189,7 +189,9 @@ def measure(session: Session, started: float, show: Callable[[str], object] | No
         if session.processes.is_main:
             log_plan(request, questions.planned(), session.trained_length)
         session.load()
-        if session.processes.is_main and isinstance(session.model, nn.Module):
+        # A run that goes on may have everything: it reads nothing again, not even to be timed.
+        is_new = session.processes.is_main and not session.continued
+        if is_new and isinstance(session.model, nn.Module):
             expected = try_plan(lambda: _plan(session, questions, others))
             if expected is not None:
                 takes = format_duration(expected.seconds)
