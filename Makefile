@@ -42,6 +42,8 @@ EXTRAS := $(addprefix tests/,cli/test_cli.py evaluation/test_compare_command.py 
 RECORD := PYTHONPATH=$(CURDIR)/tests/compatibility
 RUNS := tests/compatibility/runs
 export HF_HUB_OFFLINE ?= 1
+# Where the environment forbids them, each of a hundred processes would compile torch again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-changed test-slow test-regress test-mutants behaviour test-installed \
 	test-engines test-vllm-source test-triton gpu test-oldest test-newest test-transformers lint \

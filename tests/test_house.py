@@ -18,7 +18,7 @@ PACKAGE = ROOT / "rope_patch"
 # Room: (most lines, most files)
 BUDGETS = {
     "": (1_560, 9),
-    "benchmarks": (4_420, 19),
+    "benchmarks": (4_425, 19),
     "cli": (3_180, 24),
     "diagnosing": (3_095, 11),
     "encodings": (4_200, 19),

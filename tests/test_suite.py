@@ -95,7 +95,8 @@ def defined_names(path):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+            each = (name for target in node.targets for name in ast.walk(target))
+            names.update(name.id for name in each if isinstance(name, ast.Name))
         elif isinstance(node, ast.AnnAssign):
             names.add(node.target.id)
         elif isinstance(node, ast.ImportFrom):

@@ -18,6 +18,8 @@ from rope_patch.utils.lazy_exports import export_lazily
 export_lazily(
     __name__,
     {
+        "gpu_day": "CUT Day DONE FAILED Step TO_DO",
+        "gpu_steps": "REAL day_steps",
         "kernels.benchmark": "KernelBenchRequest",
         "kernels.implementations": "Implementation Unavailable auto_implementation "
         "builtin_implementations describe_error",

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rope_patch.benchmarks.gpu_day import CUT, DONE, FAILED, TO_DO, Day, Step
-from rope_patch.benchmarks.gpu_steps import REAL, day_steps
+from rope_patch.benchmarks import CUT, DONE, FAILED, REAL, TO_DO, Day, Step, day_steps
 
 ROOT = Path(__file__).parents[2]
 CARD = {"device": "a card"}

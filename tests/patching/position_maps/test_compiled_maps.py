@@ -32,7 +32,8 @@ def logits(model, ids, **arguments):
     ("family", "attention", "method"),
     [
         ("llama", "sdpa", "rerope"),
-        ("gemma2", "eager", "self-extend"),  # softcaps, layers with a window, weights
+        # Softcaps, layers with a window, weights.
+        pytest.param("gemma2", "eager", "self-extend", marks=pytest.mark.slow),
         pytest.param("gemma3", "sdpa", "self-extend", marks=pytest.mark.slow),
         pytest.param("qwen3", "eager", "rerope", marks=pytest.mark.slow),
     ],
