@@ -66,7 +66,8 @@ def _make_files() -> dict[PurePosixPath, str]:
         # Unique for these sources, because a process can hold several versions of the package.
         name = f"_{NAME.replace('-', '_')}_{backend}_{digest.hexdigest()[:8]}"
         for path, text in sources.items():
-            files[folder / path] = make_standalone(path, text, namespace=name)
+            is_module = path.suffix == ".py"
+            files[folder / path] = make_standalone(path, text, name) if is_module else text
         files[folder / "metadata.json"] = _make_metadata(name, backend)
     return files
 
@@ -120,7 +121,8 @@ def collect_sources(entry_point: str) -> dict[PurePosixPath, str]:
         entry_point: The full name of the module.
 
     Returns:
-        Texts by their paths in the package, with absolute imports of rope_patch still in them.
+        Texts by their paths in the package, with absolute imports of rope_patch still in them; so
+        do tables beside modules, under their names.
 
     Raises:
         Refused: A module imports what the hub does not allow.
@@ -135,6 +137,9 @@ def collect_sources(entry_point: str) -> dict[PurePosixPath, str]:
             if target not in texts:
                 texts[target] = source.read_text(encoding="utf-8")
                 waiting.append(target)
+                table = source.with_suffix(".json")  # what a module reads bears its name
+                if table.is_file():
+                    texts[target.with_suffix(".json")] = table.read_text(encoding="utf-8")
     return dict(sorted(texts.items()))
 
 
