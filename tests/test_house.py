@@ -22,7 +22,7 @@ BUDGETS = {
     "cli": (3_180, 24),
     "diagnosing": (3_095, 11),
     "encodings": (4_200, 19),
-    "evaluation": (11_635, 35),
+    "evaluation": (11_645, 35),
     "exporting": (2_955, 16),
     "extending": (1_880, 9),
     "inference": (1_300, 6),
