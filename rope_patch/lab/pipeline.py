@@ -99,10 +99,11 @@ def plan_lab(settings: LabSettings, processes: int = 1) -> RunPlan:
     at_once = min(processes, len(cells))
     trained = ", ".join(f"{settings.steps(task):,} steps of {task}" for task in settings.tasks)
     encodings = f"{len(settings.encodings)} encodings: {', '.join(settings.encodings)}"
+    seeds = f"{settings.seeds} seed{'s' * (settings.seeds > 1)}"
     few = f"below {LEAST_SEEDS} seeds no statement is told from chance; these take about "
     seconds = sum(cost / rates[cell.task] for cell, cost in costs.items()) / at_once
     return RunPlan(
-        measures=(encodings, f"{len(cells)} trainings: {trained}, {settings.seeds} seeds"),
+        measures=(encodings, f"{len(cells)} trainings: {trained}, {seeds}"),
         seconds=seconds,
         missing=few + format_duration(LEAST_SEEDS * seconds / settings.seeds)
         if settings.seeds < LEAST_SEEDS

@@ -424,7 +424,7 @@ class SuccessiveHalving:
         if not left_out:
             return ""
         names = ", ".join(variant.name for variant in left_out)
-        text = f"{' or '.join(self._required)} cannot run {names}: rope_patch.patch can"
+        text = f"{' or '.join(self._required)} cannot run {names} without this package"
         chosen = self.rows.get(choice.name or "")
         if chosen is None or chosen.variant.method is None:
             return text
