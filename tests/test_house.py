@@ -30,7 +30,7 @@ BUDGETS = {
     "lab": (2_400, 8),
     "methods": (3_060, 31),
     "ops": (6_280, 30),
-    "patching": (11_330, 44),
+    "patching": (11_330, 43),
     "pictures": (1_700, 8),
     "pretrained": (3_385, 13),
     "recommending": (2_915, 9),

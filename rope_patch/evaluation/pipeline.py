@@ -105,7 +105,8 @@ def plan(request: EvalRequest) -> RunPlan:
 
 def _plan(session: Session, questions: RetrievalRun, others: _OtherMeasures) -> RunPlan:
     request, planned = session.request, questions.planned()
-    times = PassTime(session.model, request.longest)
+    # Within the trained length: tables of positions have no more rows before they are stretched.
+    times = PassTime(session.model, min(request.longest, session.trained_length))
     methods = len(request.methods)
     texts = {
         (text_of(name), length, sample["text"])

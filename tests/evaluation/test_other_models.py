@@ -193,9 +193,12 @@ def evaluate_encoding(tmp_path, family, methods, trained_length=None, **fields):
     return done.results
 
 
-def test_gpt2_is_measured_plain_and_extended(tmp_path):
+def test_gpt2_is_measured_plain_and_extended(tmp_path, caplog):
+    caplog.set_level("INFO", "rope_patch")
     methods = ("none", "linear", "tile")
     results = evaluate_encoding(tmp_path, "GPT2LMHeadModel", methods, n_positions=128)
+    # The timed pass is one that the plain model can read.
+    assert "plan: takes about" in caplog.text
     assert [m["label"] for m in results["methods"]] == ["none", "linear ×2", "tile ×2"]
     assert results["run"]["trained_length"] == 128
     assert results["run"]["geometry"] == {}

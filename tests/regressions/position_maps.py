@@ -5,6 +5,7 @@ from regressions.defect import Defect
 _MASKS = "tests/patching/position_maps/test_mapped_masks.py"
 _CACHES = "tests/patching/position_maps/test_caches_and_batches.py"
 _FUSED = "tests/patching/position_maps/test_fused_attention.py"
+_COMPILED = "tests/patching/position_maps/test_compiled_maps.py"
 _WRITTEN_OUT = "tests/patching/position_maps/test_mapped_attention.py"
 _FOLDER = "rope_patch/patching/position_maps"
 
@@ -73,6 +74,13 @@ DEFECTS = [
         "    if False:\n        raise Refused(\n"
         "            f\"{type(module).__name__} passes {', '.join(unknown)}",
         (f"{_MASKS}::test_arguments_and_functions_that_are_unknown_are_refused",),
+    ),
+    Defect(
+        "a compiled map drops what an attention passes by position",
+        f"{_FOLDER}/mapped_attention.py",
+        "        _require_known(module, args, key, positions)\n",
+        "",
+        (f"{_COMPILED}::test_what_a_map_cannot_know_is_refused_in_a_graph_too",),
     ),
     Defect(
         "an encoding that scales keys loses its fade under a map",

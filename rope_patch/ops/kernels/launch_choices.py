@@ -111,7 +111,7 @@ def apply_choice(
         sizes: The constants of the tile, whose number of heads is changed.
         default: What `launcher.head_splits` returned.
     """
-    choice = _forced or _find(kernel, q, tokens, heads, sizes)
+    choice = _find(kernel, q, tokens, heads, sizes) if _forced is None else _forced
     if choice is None or sizes.get("NORM_ALL_HEADS"):
         return (*default, 1)
     sizes["HEADS"] = choice.tile

@@ -20,6 +20,7 @@ from rope_patch.patching.position_maps.parts import attend, attend_masked
 from rope_patch.patching.position_maps.shift_tables import ShiftRotation
 from rope_patch.transformers_api.attention_functions import AttentionCall
 from rope_patch.transformers_api.models import attention_implementation
+from rope_patch.utils.errors import Refused
 
 
 def write_settings(position_map: PositionMap, reach: int, rotation: ShiftRotation) -> str:
@@ -209,7 +210,7 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, settings, scaling, softcap, dropout, adds_mask, hides_keys, first_ahead, _ = inputs
     if dropout:
-        raise NotImplementedError(
+        raise Refused(
             f"a compiled position map has no gradients with dropout, got {dropout:g} in attention: "
             "expected attention_dropout=0; or train without torch.compile"
         )

@@ -1,8 +1,6 @@
 """Compare queries and keys at mapped positions, in the place of a model's attention function.
 
-On a GPU one kernel computes it (`fused`). Where that does not run, causal attention over
-consecutive positions is computed by calls of torch's kernels (`parts`), all other by
-`attend_masked`.
+`parts` has the ways to compute it.
 """
 
 from __future__ import annotations
@@ -83,22 +81,12 @@ class MappedAttention:
         positions = self.hooks.graph_positions
         if torch.compiler.is_compiling() and positions is not None:
             return self._attend_in_graph(
-                function, module, positions, query, key, value, attention_mask, **kwargs
+                function, module, positions, query, key, value, attention_mask, *args, **kwargs
             )
         view = self.hooks.view_of(query, kwargs.get(POSITIONS))
         if not view.is_mapped or kwargs.get("sliding_window") is not None:
             return function(module, query, key, value, attention_mask, *args, **kwargs)
-        if args:
-            raise Refused(
-                f"{type(module).__name__} passes arguments by position to its attention function, "
-                f"expected names: {_OTHER_METHODS}"
-            )
-        if key.shape[2] != view.keys.shape[1]:
-            raise Refused(
-                f"{type(module).__name__} compares with {key.shape[2]} keys, and "
-                f"{view.keys.shape[1]} positions are known: a position map needs the position of "
-                "every key"
-            )
+        _require_known(module, args, key, view.keys)
         call = read_call(
             function,
             module,
@@ -122,18 +110,37 @@ class MappedAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         mask: Any,
+        *args: Any,
         **kwargs: Any,
     ) -> Any:
         """Do `attend` as one operator of a compiled graph."""
         from rope_patch.patching.position_maps.graph_operator import attend_in_graph
 
         if kwargs.get("sliding_window") is not None:
-            return function(module, query, key, value, mask, **kwargs)
+            return function(module, query, key, value, mask, *args, **kwargs)
+        _require_known(module, args, key, positions)
         filled = positions.shape[1]
         call = read_call(
             function, module, query, key, mask, kwargs, filled=filled, stand_in=_STAND_IN
         )
         return attend_in_graph(self._settings, call, positions, query, key, value)
+
+
+def _require_known(
+    module: nn.Module, args: tuple[Any, ...], key: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Raise if an attention passes what a map cannot read, or keys whose positions are unknown."""
+    name = type(module).__name__
+    if args:
+        raise Refused(
+            f"{name} passes arguments by position to its attention function, expected names: "
+            f"{_OTHER_METHODS}"
+        )
+    if key.shape[2] != positions.shape[1]:
+        raise Refused(
+            f"{name} compares with {key.shape[2]} keys, and {positions.shape[1]} positions are "
+            "known: a position map needs the position of every key"
+        )
 
 
 Site = tuple[RotaryTraits, list[tuple[nn.Module, str | None]]]

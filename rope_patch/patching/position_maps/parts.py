@@ -1,19 +1,29 @@
-"""Compute attention at mapped positions: by fused calls, one a piece, or with all logits at once.
+"""Compute attention at mapped positions: in one launch, by a call a piece, or with all logits.
 
-`attend_by_parts` merges the pieces of consecutive positions, `attend_masked` serves any mask.
+`attend` chooses: our kernel, where it runs and each query sees one run of slots; else, for causal
+attention over consecutive positions, torch's kernels, whose parts are merged (`attend_by_parts`);
+else `attend_masked`, which serves any mask.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
+from rope_patch.ops.modes import copy_to_device
 from rope_patch.patching.position_maps.forward_view import ForwardView, TurnedKeys, Visibility
-from rope_patch.patching.position_maps.shift_tables import ShiftPositions, ShiftRotation
+from rope_patch.patching.position_maps.shift_tables import (
+    ShiftPositions,
+    ShiftRotation,
+    count_shift,
+)
+
+if TYPE_CHECKING:
+    from rope_patch.ops.attention_reference import AttentionRegions
 
 _AHEAD = 64  # keys that are rotated for far queries in advance, so that few steps rotate any
 
@@ -40,12 +50,9 @@ def attend(
         See `attend_masked`.
     """
     if rotation.uses_kernels(query):
-        # Imported here, because most patches never need it.
-        from rope_patch.patching.position_maps.fused import attend_fused
-
-        fused = attend_fused(view, rotation, query, key, value, visibility)
-        if fused is not None:
-            return fused, None
+        output = _attend_in_one_launch(view, rotation, query, key, value, visibility)
+        if output is not None:
+            return output, None
     call = visibility.call
     has_plain_logits = call.softcap is None and call.dropout == 0 and not call.returns_weights
     needs_gradients = torch.is_grad_enabled() and any(
@@ -55,6 +62,83 @@ def attend(
         sinks = call.sinks
         return attend_by_parts(view, rotation, query, key, value, call.scaling, sinks=sinks), None
     return attend_masked(view, rotation, query, key, value, visibility)
+
+
+def _attend_in_one_launch(
+    view: ForwardView,
+    rotation: ShiftRotation,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visibility: Visibility,
+) -> torch.Tensor | None:
+    """Return attention in one launch; None where the kernel does not do what the function does."""
+    # It takes padding, which gets 0, several documents in a row, gradients, soft caps and sinks;
+    # neither dropout nor weights as a result, nor masks of another form. Imported here, because
+    # most patches never need it.
+    from rope_patch.ops.attention import mapped_attention
+
+    call = visibility.call
+    if call.dropout or call.returns_weights or not view.sees_runs(visibility):
+        return None
+    tables = view.remember(
+        ("regions", id(rotation), query.device), lambda: _make_regions(view, rotation, query.device)
+    )
+    return mapped_attention(
+        query,
+        key,
+        value,
+        tables,
+        scaling=call.scaling,
+        softcap=call.softcap,
+        sinks=None if call.sinks is None else call.sinks.to(query.device),
+        interleaved=rotation.interleaved,
+        kernels=rotation.kernels,
+    )
+
+
+def _make_regions(
+    view: ForwardView, rotation: ShiftRotation, device: torch.device
+) -> AttentionRegions:
+    """Return a forward's regions as intervals of slots, on a device."""
+    from rope_patch.ops.attention_reference import AttentionRegions
+
+    starts, stops = (
+        torch.stack(
+            [(x + view.first_slots).clamp(min=0, max=view.keys.shape[1]) for x in ends], dim=1
+        ).int()
+        for ends in zip(*((each.start, each.stop) for each in view.regions), strict=True)
+    )
+    stops = torch.where(view.queries[:, None] < 0, 0, stops)
+    # Groups that grow with the text bring regions that no query of a step has.
+    shown = (stops > starts).any(-1).any(0).nonzero().flatten().tolist()
+    regions = [view.regions[n] for n in shown]
+    shifts = [x for each in regions for x in (each.query_shift, each.key_shift) if x is not None]
+    bits, parts = count_shift(*shifts), max((x.shape[2:].numel() for x in shifts), default=1)
+
+    def stack(given: list[torch.Tensor | None], tokens: torch.Tensor) -> torch.Tensor:
+        still = tokens.new_zeros(*tokens.shape, 1)
+        units = [
+            still if x is None else (x * 2**bits).round().long().view(*tokens.shape, -1)
+            for x in given
+        ]
+        return torch.stack([x.expand(*tokens.shape, parts) for x in units], 1)
+
+    turns = [int(each.key_shift is not None) for each in regions]
+    tables = AttentionRegions(
+        starts[:, shown],
+        stops[:, shown],
+        stack([each.query_shift for each in regions], view.queries),
+        stack([each.key_shift for each in regions], view.keys),
+        torch.tensor(turns, dtype=torch.int32),
+        rotation.packed_freqs(bits, device),
+    )
+    return AttentionRegions(
+        **{
+            name: copy_to_device(x, device) if x.device.type == "cpu" else x.to(device)
+            for name, x in vars(tables).items()
+        }
+    )
 
 
 def attend_by_parts(

@@ -73,6 +73,7 @@ class PositionHooks:
         if torch.compiler.is_compiling():
             from rope_patch.patching.position_maps.graph_operator import can_attend_in_graph
 
+            self._state.graph_positions = None  # a forward that raised has left its own
             call = ForwardCall(decoder, args, kwargs)
             tokens, is_alone = call.tokens, not call.fills_cache(decoder)
             if tokens is not None and is_alone and can_attend_in_graph(decoder.config):

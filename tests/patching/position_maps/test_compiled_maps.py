@@ -4,6 +4,12 @@ import pytest
 import torch
 from helpers.tiny_models import LONG, SHORT, assert_close, make_model, tokens
 from torch.library import opcheck
+from transformers.models.llama.modeling_llama import (
+    ALL_ATTENTION_FUNCTIONS,
+    LlamaAttention,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 import rope_patch
 from rope_patch.methods import build
@@ -67,6 +73,43 @@ def test_a_training_step_is_one_graph_with_the_gradients_of_eager_mode():
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
 
+class OtherAttention(LlamaAttention):
+    """A Llama's attention that hands its function more than its own does."""
+
+    passed = ()  # by position, behind the mask
+    copies = 1  # of the keys
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (
+            project(hidden_states).view(shape).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        k, v = (torch.cat([each] * self.copies, dim=2) for each in (k, v))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        given = {"dropout": 0.0, "scaling": self.scaling}
+        output, weights = attend(self, q, k, v, attention_mask, *self.passed, **given, **kwargs)
+        return self.o_proj(output.flatten(2)), weights
+
+
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [({"passed": (None,)}, "by position"), ({"copies": 2}, "the position of every key")],
+)
+@pytest.mark.parametrize("compiles", [False, True])
+def test_what_a_map_cannot_know_is_refused_in_a_graph_too(differs, said, compiles):
+    model = make_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("Attention", (OtherAttention,), differs)
+    rope_patch.patch(model, "rerope")
+    called = torch.compile(model, backend="eager") if compiles else model
+    with pytest.raises(rope_patch.Refused, match=said):
+        logits(called, tokens(LONG))
+
+
 def case(method="rerope", steps=90, dtype=torch.float64):
     """Return the settings, positions and inputs of an attention with shared keys."""
     torch.manual_seed(0)
@@ -109,5 +152,5 @@ def test_torch_accepts_the_operator(returns_weights):
 def test_dropout_has_no_gradients_in_a_graph():
     settings, positions, (q, k, v, _) = case()
     call = AttentionCall(0.5, dropout=0.5, first_ahead=1)
-    with pytest.raises(NotImplementedError, match=r"0\.5.*attention_dropout"):
+    with pytest.raises(rope_patch.Refused, match=r"0\.5.*attention_dropout"):
         attend_in_graph(settings, call, positions, q, k, v)

@@ -126,7 +126,7 @@ def turned_by(kernels):
 
     with (
         mock.patch.object(ShiftRotation, "uses_kernels", uses_kernels),
-        mock.patch("rope_patch.patching.position_maps.fused.mapped_attention", return_value=None),
+        mock.patch("rope_patch.ops.attention.mapped_attention", return_value=None),
     ):
         yield
 
