@@ -1,6 +1,8 @@
 """Test README and docs/: snippets run, links resolve, and commands exist."""
 
 import inspect
+import json
+import math
 import re
 import shlex
 import sys
@@ -115,6 +117,23 @@ def anchors(page):
     """Return the anchors that GitHub and MkDocs give a page's headings."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_readme_and_its_picture_have_the_numbers_of_the_report(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "generate")
+    import readme_picture
+
+    assert readme_picture.draw() == readme_picture.PICTURE.read_text(encoding="utf-8")
+    stats = readme_picture.RunStatistics(json.loads(readme_picture.REPORT.read_text()))
+
+    def likely(label, length):
+        return math.exp(-stats.answer_loss(label, length).mean.estimate)
+
+    text = (ROOT / "README.md").read_text()
+    plain, patched = likely("none", 16384), likely("yarn ×2", 16384)
+    assert f"each token of a right answer {plain:.1%}; with `yarn` it is {patched:.0%}." in text
+    within = sorted(likely("none", length) for length in (4096, 8192))
+    assert f"the plain model gives {within[0] * 100:.0f} to {within[1]:.0%}." in text
 
 
 def test_readme_links_every_page():

@@ -53,7 +53,7 @@ def gpu(
             "a day on a GPU needs one, and torch finds none here: run this on a machine with a "
             "GPU, or give --dry-run, which runs each step in little on the CPU"
         )
-    folder = out or Path("out", "gpu-dry" if dry_run else "gpu")
+    folder = Path("out", "gpu-dry" if dry_run else "gpu") if out is None else out
     sizes = gpu_steps.SMALL if dry_run else gpu_steps.REAL
     steps = gpu_steps.day_steps(folder, sizes, model=model, rivals=rivals)
     device = torch.cuda.get_device_name() if has_gpu and not dry_run else "CPU"

@@ -100,7 +100,7 @@ def day_steps(
         model: SmolLM2's folder or GGUF file, or `demo`; the sizes' own model if None.
         rivals: Folder with the files of others' kernels, see `rope-patch bench --help`.
     """
-    name = model or sizes.model
+    name = sizes.model if model is None else model
     tuned = folder / "work" / "tuned"
     is_dry = sizes is SMALL
     shapes = resource_folder("recipes/shapes")

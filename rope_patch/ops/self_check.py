@@ -704,7 +704,7 @@ def _try_attention(variant: KernelVariant, batch: int) -> list[Comparison]:
     limit = _ATTENTION_LIMITS[variant.dtype]
     return [
         Comparison(name, _rounding_error(result, truth.detach(), variant.dtype), limit)
-        for name, result, truth in zip(names, results, truths, strict=False)
+        for name, result, truth in zip(names[: len(truths)], results, truths, strict=True)
     ]
 
 
