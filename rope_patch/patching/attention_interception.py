@@ -197,6 +197,12 @@ def present_function(attention: nn.Module, without: tuple[type, ...]) -> Any:
         else undecorated_forward(attention_class)
     )
     names, config = source.__globals__, getattr(attention, "config", None)
+    if ATTENTION_FUNCTIONS not in names:
+        raise Refused(
+            f"{attention_class.__name__} finds its attention function by another name than "
+            f"transformers' own models do: expected a global {ATTENTION_FUNCTIONS} in the module of "
+            f"its forward, {source.__module__}"
+        )
     interfaces, eager = names[ATTENTION_FUNCTIONS], names.get(EAGER_ATTENTION)
     name = attention_implementation(config)
     if ATTENTION_GETTER in source.__code__.co_names:

@@ -333,6 +333,19 @@ def own_attention(monkeypatch):
     return calls
 
 
+def test_attentions_that_look_their_function_up_elsewhere_are_refused():
+    class Indirect(modeling_llama.LlamaAttention):
+        def forward(self, *args, **kwargs):
+            assert modeling_llama.ALL_ATTENTION_FUNCTIONS
+            return super().forward(*args, **kwargs)
+
+    model = make_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Indirect
+    with pytest.raises(rope_patch.Refused, match="expected a global ALL_ATTENTION_FUNCTIONS"):
+        rope_patch.patch(model, "self-extend")
+
+
 def test_attention_functions_of_ones_own_are_refused(own_attention):
     model = make_model("llama")
     model.set_attn_implementation("sharpened")
