@@ -162,9 +162,7 @@ def find_attentions(
                 f"{instead}"
             )
         attentions = [module for module in decoder.modules() if _rotates(module)]
-        unreachable = [
-            each for each in attentions if ATTENTION_FUNCTIONS not in _global_names(each)
-        ]
+        unreachable = [each for each in attentions if not _reads_registry(each)]
         if unreachable or not attentions:
             where = type(unreachable[0] if unreachable else decoder).__name__
             raise Refused(
@@ -197,12 +195,6 @@ def present_function(attention: nn.Module, without: tuple[type, ...]) -> Any:
         else undecorated_forward(attention_class)
     )
     names, config = source.__globals__, getattr(attention, "config", None)
-    if ATTENTION_FUNCTIONS not in names:
-        raise Refused(
-            f"{attention_class.__name__} finds its attention function by another name than "
-            f"transformers' own models do: expected a global {ATTENTION_FUNCTIONS} in the module of "
-            f"its forward, {source.__module__}"
-        )
     interfaces, eager = names[ATTENTION_FUNCTIONS], names.get(EAGER_ATTENTION)
     name = attention_implementation(config)
     if ATTENTION_GETTER in source.__code__.co_names:
@@ -244,6 +236,14 @@ def _global_names(module: nn.Module) -> tuple[str, ...]:
     module_class: Any = type(module)
     code = getattr(undecorated_forward(module_class), "__code__", None)
     return () if code is None else code.co_names
+
+
+def _reads_registry(module: nn.Module) -> bool:
+    """Return whether an attention's forward has the registry of functions as a global."""
+    # A name in the code may also be an attribute of a module that the forward reads it from.
+    module_class: Any = type(module)
+    names = getattr(undecorated_forward(module_class), "__globals__", {})
+    return ATTENTION_FUNCTIONS in _global_names(module) and ATTENTION_FUNCTIONS in names
 
 
 def _is_extended(attention: Any, config: Any, geometries: dict[str | None, Geometry]) -> bool:

@@ -337,12 +337,13 @@ def test_attentions_that_look_their_function_up_elsewhere_are_refused():
     class Indirect(modeling_llama.LlamaAttention):
         def forward(self, *args, **kwargs):
             assert modeling_llama.ALL_ATTENTION_FUNCTIONS
+            assert modeling_llama.apply_rotary_pos_emb
             return super().forward(*args, **kwargs)
 
     model = make_model("llama")
     for layer in model.model.layers:
         layer.self_attn.__class__ = Indirect
-    with pytest.raises(rope_patch.Refused, match="expected a global ALL_ATTENTION_FUNCTIONS"):
+    with pytest.raises(rope_patch.Refused, match="Indirect does not hand its queries"):
         rope_patch.patch(model, "self-extend")
 
 
